@@ -10,6 +10,7 @@
 # make bench   the benchmarks that need no GPU
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 #              with ARGS=--evidence as many figures as 9 minutes allow, in one archive
+# make gpu-evidence    packs against padded batches of the same documents on one GPU with 80 GB, in at most 300 s
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
 # What is needed more rarely is in tools/ (tools/README.md).
@@ -43,7 +44,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Containers often set it. Each process that a test starts would compile this package, and each worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick tests-of faults compile-oldest fix docs release bench gpu sweep
+.PHONY: demo test quick tests-of faults compile-oldest fix docs release bench gpu gpu-evidence sweep
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -110,6 +111,9 @@ bench: $(INSTALLED)
 # On a machine that has its own torch, without this .venv: `PYTHON=python3 tests/gpu/run.sh`
 gpu: $(INSTALLED)
 	PYTHON=$(BIN)/python tests/gpu/run.sh $(ARGS)
+
+gpu-evidence: $(INSTALLED)
+	PYTHON=$(BIN)/python tests/gpu/run.sh --evidence --limit 300 --parts "machine 7b-flan 7b-orcamath" $(ARGS)
 
 sweep: $(INSTALLED)
 	PYTHONPATH=tools $(BIN)/python -m sweep --all --output docs $(ARGS)

@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from unittest import mock
 from common import Row, hide_progress
 from evidence_attention import Rows, device_of_kernels, kernels, launches, million_tokens, prefixes, timed, wide_heads
 from throughput_gpu import (
-    AT_4,
     LENGTHS,
     LLAMA,
+    ON_FLASH,
+    PACKED,
     QWEN,
     TRAININGS,
+    Contender,
     Machine,
     Training,
     ceiling,
@@ -78,7 +80,8 @@ def training(machine: Machine, given: Training) -> Rows:
         else:
             try:
                 machine.tidy()
-                row |= train(machine, row["method"], contender, config, is_lora, sizes, max_length)
+                with device_of_kernels(machine) if row["method"] == ON_FLASH else nullcontext():
+                    row |= train(machine, row["method"], contender, config, is_lora, sizes, max_length, given.least)
             except Exception as error:
                 row["reason"] = describe_error(error)
         rows.append(row)
@@ -151,7 +154,7 @@ def memory_of_a_step(machine: Machine) -> Rows:
             own = dataclasses.replace(machine, dtype=torch.bfloat16 if lora else torch.float32, seconds=1.0)
             batch_size = 8
             max_length = 2048
-            ours = AT_4["ours stream"]._replace(batch_size=batch_size)
+            ours = Contender(trl_packfix, batch_size, PACKED)
             row = train(own, "ours stream", ours, config, lora, np.full(200, max_length), max_length)
             method = TrainingMethod(lora, "DDP")
             tokens = batch_size * max_length

@@ -3,24 +3,32 @@
 Models have random weights in the shapes of released ones, bf16 and, unless a contender says otherwise, gradient
 checkpointing and no LoRA dropout. Random tokens; the lengths are those of real data if a folder is given, else
 lognormal. On Hopper cuDNN, which `sdpa` prefers there, makes a plan for each new shape of a batch, in seconds, most of
-a short padded run. So padded runs are measured without it, too.
+a short padded run. So padded runs are measured without it, and on the FlashAttention-2 kernels that packs run on
+(`padded_flash.py`).
 
-`tokens_per_s` counts real tokens. A run sees few batches, and how much of them is padding differs between runs by a
-quarter, so for padded runs it is the speed of *computed* tokens over what the whole table has of them per real one
-(`computed_over_real`); `documents_per_s` follows from the mean length. `share` is the speed-up over padded, without
-cuDNN, divided by `computed_over_real`, the largest speed-up that removing padding can give; the target is 0.95.
-`real_tflops` counts real tokens only, as the trainer's log does (`tflops_per_second_per_rank`): forward and backward of
-each document alone, by the cost model of the config, without recomputation. `mfu` is its share of the card's peak where
-the package knows that, `mfu_of_ceiling` its share of the measured rate of products.
+Padded runs and `minibatch` have the same documents in every step. `same_batches` says whether they had: it compares
+`step_tokens`, the real tokens of each timed step. `stream` and TRL's packing make their own steps of the same table;
+their capacity is that of about as many documents (`documents_per_step`), and no step of 34 documents stands beside one
+of 4.
+
+Four warm-up steps are not timed, then at least six are, or twelve where a part says so. A step is timed on the device,
+from the moment its batch is there to the end of its optimizer step, without a synchronisation in between; `step_ms` has
+all of them, `ms` is their median, `ms_range` the shortest and the longest. `tokens_per_s` are the real tokens of the
+timed steps over their time. `computed_over_real` is what the model computed in them over that, with padding. `share` is
+the speed-up over padded on the same kernels, divided by the padded run's `computed_over_real`, the largest speed-up
+that removing padding can give; the target is 0.95. `real_tflops` counts real tokens only, as the trainer's log does
+(`tflops_per_second_per_rank`): forward and backward of each document alone, by the cost model of the config, without
+recomputation. `mfu` is its share of the card's peak where the package knows that, `mfu_of_ceiling` its share of the
+measured rate of products.
 
 `host_bound` is the share of one more step, under torch's profiler, in which the GPU ran no kernel: near 0 the GPU was
-measured, near 1 the host. The profiler slows the host, so it is an upper bound; without a GPU it is 1. A step is timed
-from the moment its batch is ready (without fetching and collation) to a synchronisation at its end. One or two warm-up
-steps are not timed. `peak_gib` is what tensors took, `reserved_gib` what the allocator held for them.
+measured, near 1 the host. The profiler slows the host, so it is an upper bound; without a GPU it is 1. `peak_gib` is
+what tensors took, `reserved_gib` what the allocator held for them.
 """
 
 import gc
 import os
+import statistics
 import tempfile
 import time
 import warnings
@@ -36,6 +44,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
+import padded_flash
 import torch
 import transformers
 import trl
@@ -55,8 +64,9 @@ from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.training.flops import own_peak_tflops, trained_share, training_flops
 
-WARM_UP = 2  # steps, at most; torch.compile compiles in the first ones
-TIMED = 20
+WARM_UP = 4  # steps; torch.compile compiles in the second
+LEAST_TIMED = 6
+MOST_TIMED = 12
 QWEN = Qwen2Config(
     vocab_size=151936,
     hidden_size=1536,
@@ -99,17 +109,31 @@ class Contender(NamedTuple):
 
 
 PACKED: dict[str, Any] = {"packing": True, "packing_report": False}
+MINIBATCH = PACKED | {"packing_strategy": "minibatch"}
 NO_CHECKPOINTING = PACKED | {"gradient_checkpointing": False}
 LIGER = {"use_liger_kernel": True}
-NO_CUDNN = "padded without cuDNN"
-# The same documents per step, then packs of the same capacity. After a comma: how it differs from what it is named for
-AT_16 = {
-    NO_CUDNN: Contender(trl, 16, {}),
-    "ours": Contender(trl_packfix, 16, PACKED | {"packing_strategy": "minibatch"}),
-}
-AT_4 = {f"{NO_CUDNN}, 4": Contender(trl, 4, {}), "ours stream": Contender(trl_packfix, 4, PACKED)}
-WITH_TRL = {name: Contender(trl, 4, {"packing": True}) for name in ("TRL bfd flash", "TRL bfd")}
-WITH_TRL |= {"padded": Contender(trl, 16, {}), "padded, 4": Contender(trl, 4, {})}
+NO_CUDNN = "padded sdpa"
+ON_FLASH = "padded flash_attention_2"
+OURS = "ours minibatch"
+AT_4 = ", 4"  # the end of the name of a contender with four documents in a step
+
+
+def fair_contenders(packs: int, **settings: Any) -> dict[str, Contender]:
+    """Contenders on the same documents, 16 and 4 in a step; `packs` x max_length tokens hold about 16 of them.
+
+    After a comma: how a contender differs from what it is named for.
+    """
+    found = {
+        NO_CUDNN: Contender(trl, 16, settings),
+        ON_FLASH: Contender(trl, 16, settings),
+        OURS: Contender(trl_packfix, 16, MINIBATCH | settings),
+        "ours stream": Contender(trl_packfix, packs, PACKED | settings),
+        "TRL bfd flash": Contender(trl, packs, {"packing": True} | settings),
+    }
+    at_4 = {f"{name}{AT_4}": found[name]._replace(batch_size=4) for name in (NO_CUDNN, ON_FLASH, OURS)}
+    return found | at_4
+
+
 # Packs of 2 x 4,096 tokens. NeMo AutoModel's benchmark of LoRA on Llama-3-8B has these, rank 16 on all layers, dropout
 # 0.1, no recomputation, fused kernels, and full sequences: 12,473 tokens/s, 402 TFLOP/s. Liger's kernels are last: they
 # stay in the classes of transformers
@@ -123,25 +147,35 @@ RECIPES = {
 COMPILED = {
     "ours stream": RECIPES["ours stream"],
     "torch_compile": Contender(trl_packfix, 2, PACKED | {"torch_compile": True}),
+    "torch_compile, no checkpointing": Contender(trl_packfix, 2, NO_CHECKPOINTING | {"torch_compile": True}),
 }
-CONSTANT = {"constant shapes": Contender(trl_packfix, 4, PACKED | {"pad_documents_to_multiple_of": 128})}
+FULL = {
+    NO_CUDNN: Contender(trl, 16, {}),
+    OURS: Contender(trl_packfix, 16, MINIBATCH),
+    f"{OURS}, no checkpointing": Contender(trl_packfix, 16, MINIBATCH | {"gradient_checkpointing": False}),
+    "ours stream": Contender(trl_packfix, 4, PACKED),
+    "ours stream, no checkpointing": Contender(trl_packfix, 4, NO_CHECKPOINTING),
+    "constant shapes": Contender(trl_packfix, 4, PACKED | {"pad_documents_to_multiple_of": 128}),
+}
 
 
 class Training(NamedTuple):
-    """A part of `evidence.py`; `layers` if it is not all of them."""
+    """A part of `evidence.py`: `layers` if it is not all of them, and the fewest timed steps of a contender."""
 
     config: transformers.PretrainedConfig
     contenders: dict[str, Contender]
     lengths: str
     layers: int | None = None
+    least: int = LEAST_TIMED
 
 
 TRAININGS = {
-    "7b-flan": Training(LLAMA, AT_16 | AT_4 | WITH_TRL, "t0_p3_sample"),
-    "8b-lora": Training(LLAMA_3, RECIPES, "oasst1_en_val_threads"),
-    "7b-orcamath": Training(LLAMA, AT_16 | AT_4, "gsm8k_train"),
-    "compile": Training(LLAMA_3, COMPILED, "oasst1_en_val_threads", layers=4),
-    "1.5b-flan": Training(QWEN, AT_16 | AT_4 | CONSTANT, "t0_p3_sample"),
+    "7b-flan": Training(LLAMA, fair_contenders(2), "t0_p3_sample"),
+    "8b-lora": Training(LLAMA_3, RECIPES, "oasst1_en_val_threads", least=MOST_TIMED),
+    # Short documents leave memory, so that nothing is computed twice
+    "7b-orcamath": Training(LLAMA, fair_contenders(3, gradient_checkpointing=False), "gsm8k_train"),
+    "compile": Training(LLAMA_3, COMPILED, "oasst1_en_val_threads"),
+    "1.5b-flan": Training(QWEN, FULL, "t0_p3_sample", least=MOST_TIMED),
 }
 # Median, sigma, max_length
 LENGTHS = {
@@ -158,6 +192,11 @@ class Machine:
     smoke: bool
     seconds: float  # timed steps of one contender, at most about this
     limit: float  # seconds of one contender with its warm-up; the last step may exceed it
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that are not timed."""
+        return 2 if self.smoke else WARM_UP
 
     def config(self, config: transformers.PretrainedConfig, layers: int | None = None) -> transformers.PretrainedConfig:
         changes = dict(TINY) if self.smoke else {}
@@ -248,54 +287,81 @@ def exactness(machine: Machine, lengths: np.ndarray) -> Row:
 
 
 class Clock(TrainerCallback):
-    """Times steps after the warm-up, each up to a synchronisation, and stops the run after enough of them."""
+    """Times steps after the warm-up on the device, and stops the run after enough of them."""
 
-    def __init__(self, machine: Machine):
+    def __init__(self, machine: Machine, least: int):
         self.machine = machine
-        self.seconds = 0.0
-        self.steps = 0
-        self.computed = 0
+        self.least = 2 if machine.smoke else least
+        self.num_begun = 0
+        self.marks: list[tuple[Any, Any]] = []  # beginning and end of each timed step
+        self.tokens: list[list[Any]] = []  # of each timed step, for each forward: computed and real
+        self.started = 0.0  # of the first timed step, on the host
         self.begun: float | None = None  # the first step
         self.attention = ""  # of the last step: ours restores the model's own after training
-        self.is_warm = self.is_timed = False
+        self.is_timed = False  # whether all are
         self.profiler: torch.profiler.profile | None = None  # of the step after the timed ones
         self.host_bound: float | None = None
 
+    def mark(self) -> Any:
+        """A moment on the device, for which the host does not wait."""
+        if self.machine.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.computed += 0 if self.is_timed else kwargs["input_ids"].numel()
+        if self.num_begun > self.machine.warm_up and not self.is_timed:
+            computed = kwargs["input_ids"].numel()
+            mask = kwargs.get("attention_mask")
+            self.tokens[-1].append((computed, computed if mask is None else mask.sum()))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attention = kwargs["model"].config._attn_implementation
-        self.machine.synchronize()
+        self.begun = self.begun or time.perf_counter()
+        self.num_begun += 1
         if self.is_timed:
+            self.machine.synchronize()
             kinds = torch.profiler.ProfilerActivity
             self.profiler = torch.profiler.profile(
                 activities=[kinds.CUDA if self.machine.device == "cuda" else kinds.CPU]
             )
             self.profiler.start()
-        self.started = time.perf_counter()
-        self.begun = self.begun or self.started
-        slow = state.global_step > 0 and self.started - self.begun > 2 * self.machine.seconds
-        enough = state.global_step == 2 * WARM_UP if args.torch_compile else slow or state.global_step == WARM_UP
-        if not self.is_warm and enough:
-            self.is_warm = True
-            self.computed = 0
+            self.started = time.perf_counter()
+        elif self.num_begun > self.machine.warm_up:
+            if not self.marks:
+                self.machine.synchronize()
+                self.started = time.perf_counter()
+            self.tokens.append([])
+            self.first_mark = self.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.machine.synchronize()
-        now = time.perf_counter()
         if self.profiler is not None:
+            self.machine.synchronize()
+            seconds = time.perf_counter() - self.started
             self.profiler.stop()
             busy = sum(event.self_device_time_total for event in self.profiler.key_averages()) / 1e6
-            self.host_bound = max(0.0, 1 - busy / (now - self.started))
+            self.host_bound = max(0.0, 1 - busy / seconds)
             control.should_training_stop = True
             return
-        if self.is_warm:
-            self.seconds = self.seconds + now - self.started
-            self.steps = self.steps + 1
-        enough = self.seconds > self.machine.seconds or self.steps == TIMED
-        self.is_timed = enough
+        now = time.perf_counter()
+        if self.num_begun > self.machine.warm_up:
+            self.marks.append((self.first_mark, self.mark()))
+            is_late = len(self.marks) >= self.least and now - self.started > self.machine.seconds
+            self.is_timed = is_late or len(self.marks) == MOST_TIMED
         control.should_training_stop = now - self.begun > self.machine.limit
+
+    def figures(self) -> Row:
+        """Milliseconds and real tokens of the timed steps, and what the model computed over real tokens."""
+        self.machine.synchronize()
+        on_cuda = self.machine.device == "cuda"
+        ms = [start.elapsed_time(end) if on_cuda else 1e3 * (end - start) for start, end in self.marks]
+        real = [sum(int(tokens) for _, tokens in step) for step in self.tokens]
+        computed = sum(tokens for step in self.tokens for tokens, _ in step)
+        row: Row = {"tokens_per_s": 1e3 * sum(real) / sum(ms), "computed_over_real": computed / sum(real)}
+        row |= {"steps": len(ms), "ms": statistics.median(ms), "ms_range": f"{min(ms):.1f} to {max(ms):.1f}"}
+        row["step_ms"] = " ".join(f"{each:.1f}" for each in ms)
+        return row | {"step_tokens": " ".join(map(str, real))}
 
 
 def watch(packed: PackedModel) -> Callable[[], Row]:
@@ -330,15 +396,15 @@ def add_boundaries(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
     return args, kwargs
 
 
-def padded_over_real(lengths: np.ndarray, batch_size: int) -> float:
-    """Of batches in random order, each padded to its longest document."""
-    whole = len(lengths) // batch_size * batch_size
-    orders = [np.random.default_rng(i).permutation(lengths)[:whole].reshape(-1, batch_size) for i in range(50)]
-    return float(batch_size * sum(order.max(1).sum() for order in orders) / sum(order.sum() for order in orders))
-
-
 def train(
-    machine: Machine, method: str, given: Contender, config: Any, lora: bool, lengths: np.ndarray, max_length: int
+    machine: Machine,
+    method: str,
+    given: Contender,
+    config: Any,
+    lora: bool,
+    lengths: np.ndarray,
+    max_length: int,
+    least: int = LEAST_TIMED,
 ) -> Row:
     package, batch_size, settings, dropout, published = given
     table = Dataset.from_dict({"input_ids": [np.random.default_rng(0).integers(3, 300, n) for n in lengths]})
@@ -346,13 +412,15 @@ def train(
     torch.backends.cuda.enable_cudnn_sdp(method != NO_CUDNN)
     if method == "TRL bfd flash":
         select_attention(model)
-    clock = Clock(machine)
+    if method == ON_FLASH:
+        model.set_attn_implementation(padded_flash.NAME)
+    clock = Clock(machine, least)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         usual = {
             "max_length": max_length,
             "per_device_train_batch_size": batch_size,
-            "max_steps": 2 * WARM_UP + TIMED + 1,
+            "max_steps": machine.warm_up + MOST_TIMED + 1,
             "bf16": machine.device == "cuda",
             "use_cpu": machine.device == "cpu",
             "optim": "adamw_torch_fused" if machine.device == "cuda" else "adamw_torch",
@@ -383,12 +451,18 @@ def train(
     proved = verdict()
     if "reason" in proved:
         return proved
-    if not clock.steps:
-        return proved | {"reason": f"no step was timed within {machine.limit:g} s"}
-    ratio = 1.0 if settings.get("packing") else padded_over_real(lengths, batch_size)
-    tokens_per_s = clock.computed / clock.seconds / ratio
-    row = proved | {"tokens_per_s": tokens_per_s, "documents_per_s": tokens_per_s / lengths.mean()}
-    row |= {"steps": clock.steps, "computed_over_real": ratio, "host_bound": clock.host_bound}
+    if len(clock.marks) < min(clock.least, LEAST_TIMED):
+        return proved | {"reason": f"{len(clock.marks)} steps were timed within {machine.limit:g} s"}
+    row = proved | clock.figures()
+    tokens_per_s = row["tokens_per_s"]
+    row["documents_per_s"] = tokens_per_s / lengths.mean()
+    row["documents_per_step"] = np.mean([int(n) for n in row["step_tokens"].split()]) / lengths.mean()
+    row["host_bound"] = clock.host_bound
+    if package is trl_packfix and settings.get("torch_compile"):
+        row["compiled"] = trainer.packing_report.compiled
+        row["compiled_layers"] = int(row["compiled"].split()[0])
+        if not row["compiled_layers"] and machine.device == "cuda":
+            return {"reason": row["compiled"]}
     row["attention"] = clock.attention
     if published is not None:
         row |= {"published": published, "over published": tokens_per_s / published}
@@ -402,15 +476,18 @@ def train(
 
 
 def compare(rows: list[Row]) -> None:
-    """Speed-ups among rows of the same batch size, and the share of the possible one that removing padding gave."""
-    by_size: dict[int, dict[str, Row]] = {}
+    """Speed-ups among rows of as many documents, and the share of the possible one that removing padding gave."""
+    groups: dict[bool, dict[str, Row]] = {}
     for row in rows:
         if "tokens_per_s" in row:
-            by_size.setdefault(row["batch_size"], {})[row["method"]] = row
-    for methods in by_size.values():
-        for method, row in methods.items():
-            for other in ("padded", NO_CUDNN, "TRL bfd", "TRL bfd flash", "ours stream"):
-                if other in methods and other != method:
-                    row[f"over {other}"] = row["tokens_per_s"] / methods[other]["tokens_per_s"]
-            if f"over {NO_CUDNN}" in row:
-                row["share"] = row[f"over {NO_CUDNN}"] / methods[NO_CUDNN]["computed_over_real"]
+            groups.setdefault(row["case"].endswith(AT_4), {})[row["case"].removesuffix(AT_4)] = row
+    for cases in groups.values():
+        for case, row in cases.items():
+            for other in (NO_CUDNN, ON_FLASH, "TRL bfd flash", "ours stream", OURS):
+                if other in cases and other != case:
+                    row[f"over {other}"] = row["tokens_per_s"] / cases[other]["tokens_per_s"]
+            if f"over {ON_FLASH}" in row:
+                row["share"] = row[f"over {ON_FLASH}"] / cases[ON_FLASH]["computed_over_real"]
+            if row["method"] in (ON_FLASH, OURS) and NO_CUDNN in cases:
+                pairs = zip(row["step_tokens"].split(), cases[NO_CUDNN]["step_tokens"].split(), strict=False)
+                row["same_batches"] = all(tokens == others for tokens, others in pairs)

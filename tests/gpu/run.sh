@@ -4,7 +4,7 @@
 # row per step, evidence.tar.gz and logs.tar.gz; models and checkpoints go to a temporary folder.
 #
 #   tests/gpu/run.sh [--quick] [--out DIR] [--steps "0 1 2"] [--limit SECONDS]
-#   tests/gpu/run.sh --evidence [--out DIR] [--limit SECONDS] [--data DIR]
+#   tests/gpu/run.sh --evidence [--out DIR] [--limit SECONDS] [--data DIR] [--parts "machine 7b-flan"]
 #
 # With --evidence none of the steps runs. The parts of benchmarks/evidence.py do, which go on after a failure and give
 # as many figures as 540 seconds allow, in one archive, evidence.tar.gz, with a table at its top. A machine without a
@@ -30,7 +30,7 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 out="$PWD/gpu_results"
-quick=0 evidence=0 limit="" data=() steps="0 1 2 3 4 5 6 7 8"
+quick=0 evidence=0 limit="" data=() parts=() steps="0 1 2 3 4 5 6 7 8"
 while [ $# -gt 0 ]; do
     case "$1" in
     --quick) quick=1 ;;
@@ -38,6 +38,7 @@ while [ $# -gt 0 ]; do
     --out) out=$2 && shift ;;
     --steps) steps=$2 && shift ;;
     --limit) limit=$2 && shift ;;
+    --parts) read -ra parts <<<"--parts $2" && shift ;;
     --data) data=(--data "$(cd "$2" && pwd)") && shift ;;
     *) sed -n '6,7p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
     esac
@@ -73,7 +74,7 @@ if [ $evidence = 1 ]; then
     rm -rf "$work"
     size=()
     [ $gpu = 1 ] || size=(--smoke)
-    exec "$python" benchmarks/evidence.py --out "$out" --limit "$limit" "${size[@]}" "${data[@]}"
+    exec "$python" benchmarks/evidence.py --out "$out" --limit "$limit" "${size[@]}" "${data[@]}" "${parts[@]}"
 fi
 
 csv="$out/steps.csv"
