@@ -28,6 +28,7 @@ D_value).
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Unpack
 
@@ -35,8 +36,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dense import attend_dense, takes_dense
 from .flash import KernelOptions, RowsAndKeys, flash_on_cpu
-from .kernels import KernelLaunch, attend_on_cuda
+from .kernels import KernelLaunch, attend_on_cuda, only_if_shorter
 from .packed_forward import PackedForward, once_per_pack
 
 # The most bytes that the copied keys and values of one launch on CUDA take, together with their gradients in backward.
@@ -142,9 +144,23 @@ def attend_pack_on_cuda(
         chunk: tokens of a chunk; None without chunks.
     """
     launches = launches_of(pack, query.shape[2], most_copied_keys(query, key, value))
+    window = only_if_shorter(options.get("window"), pack.max_length_k)
+    scale = options["scale"]
+    if chunk is None and window is None and options.get("sinks") is None:
+        on_flash = partial(_attend_one_document, scale=scale)
+        if takes_dense((query, key, value), pack, scale=scale, on_flash=on_flash):
+            return attend_dense(query, key, value, scale=scale)
     if chunk is not None:
         launches = [_in_chunks(launch, query.shape[2], chunk) for launch in launches]
     return attend_on_cuda(query, key, value, launches, **options)
+
+
+def _attend_one_document(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Compute causal attention of one document on the FlashAttention-2 kernels: (1, H, T, D_value)."""
+    length = query.shape[2]
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=query.device)
+    launch = KernelLaunch((bounds, bounds), (length, length), slice(None), slice(None))
+    return attend_on_cuda(query, key, value, [launch], scale=scale)
 
 
 def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:

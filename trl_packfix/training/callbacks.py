@@ -31,7 +31,9 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import head_dim
+from ..attention.dense import LONG_DOCUMENT
 from ..attention.models import base_model, head_counts, text_config
+from ..attention.packed_forward import ATTENTION_NAME
 from ..attention.runs import COPIED_BYTES
 from ..compat import callbacks_left_out, walk_modules
 from ..data.model_memory import ROWS_PER_DOCUMENT
@@ -168,6 +170,8 @@ class BeforeFirstStep(TrainerCallback):
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
             text += backward_note(trainer.model, report.most_documents)
+            if attention.name == ATTENTION_NAME and args.device.type == "cuda" and report.max_length >= LONG_DOCUMENT:
+                text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
             if self._data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
         tried = experimental_choices(RunSettings(args=args, model=model))

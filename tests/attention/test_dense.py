@@ -1,0 +1,132 @@
+"""One long document on dense causal attention: the same result, and only where it is faster.
+
+On a CPU torch's own kernel of `scaled_dot_product_attention` stands in for cuDNN, and `StrictVarlen` for the
+FlashAttention-2 kernels.
+"""
+
+import pytest
+import torch
+from support.strict_varlen import StrictVarlen
+
+from trl_packfix.attention import dense, flash
+from trl_packfix.attention.kernels import attend_on_cpu
+from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.runs import attend_pack_on_cuda
+
+LENGTH = 40
+SCALE = 0.3
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Take 40 tokens for a long document, whose dense attention was measured to be faster."""
+    monkeypatch.setattr(dense, "LONG_DOCUMENT", LENGTH)
+    monkeypatch.setattr(dense, "is_faster", lambda *args: True)
+    monkeypatch.setattr(dense, "measured", {})
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
+    with StrictVarlen() as strict:
+        yield strict
+
+
+def states_of(length=LENGTH, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, length, 16) for heads in (4, 2, 2)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+
+
+def pack_of(*lengths):
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    return PackedForward(bounds, bounds, max(lengths), max(lengths))
+
+
+def results_of(attend, states):
+    out = attend(*states)
+    return [out.detach(), *torch.autograd.grad(out, states, torch.linspace(-1, 1, 16, dtype=out.dtype).expand_as(out))]
+
+
+@pytest.mark.parametrize("window", [None, LENGTH], ids=["no window", "a window that limits nothing"])
+def test_a_long_document_is_computed_densely_and_equals_the_reference(kernels, window):
+    states = states_of()
+    found = results_of(lambda *x: attend_pack_on_cuda(*x, pack_of(LENGTH), scale=SCALE, window=window), states)
+    expected = results_of(lambda *x: attend_on_cpu(*x, [LENGTH], scale=SCALE), states)
+    assert kernels.forwards == []
+    for result, reference in zip(found, expected, strict=True):
+        assert (result - reference).norm() < 1e-13 * reference.norm()
+
+
+CASES = {
+    "two documents": (LENGTH, (LENGTH - 3, 3), {}),
+    "a short document": (LENGTH - 1, (LENGTH - 1,), {}),
+    "a window": (LENGTH, (LENGTH,), {"window": 7}),
+    "sinks": (LENGTH, (LENGTH,), {"sinks": torch.linspace(-1, 1, 4, dtype=torch.float64)}),
+    "chunks": (LENGTH, (LENGTH,), {"chunk": 9}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_of_packs_compute_everything_else(case, kernels):
+    length, lengths, options = CASES[case]
+    attend_pack_on_cuda(*states_of(length), pack_of(*lengths), scale=SCALE, **options)
+    assert len(kernels.forwards) == 1
+
+
+def test_tensors_with_offsets_beyond_32_bits_stay_on_the_kernels_of_packs(kernels, monkeypatch):
+    monkeypatch.setattr(dense, "MOST_NUMBERS", 4 * LENGTH * 16 - 1)
+    attend_pack_on_cuda(*states_of(), pack_of(LENGTH), scale=SCALE)
+    assert len(kernels.forwards) == 1
+
+
+def test_deterministic_runs_do_not_choose_by_time(kernels):
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend_pack_on_cuda(*states_of(), pack_of(LENGTH), scale=SCALE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(kernels.forwards) == 1
+
+
+def test_a_kind_of_heads_is_measured_once(kernels, monkeypatch):
+    """The measurement must not be part of the graph of the call, nor see the modes of the calling thread."""
+    calls = []
+
+    def is_faster(dense_attend, on_flash, states):
+        calls.append([tuple(x.shape) for x in states])
+        assert not any(x.requires_grad for x in states)
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        return False
+
+    monkeypatch.setattr(dense, "is_faster", is_faster)
+    monkeypatch.setattr(dense, "MEASURED_TOKENS", 24)
+    for length in (LENGTH, LENGTH + 8):
+        attend_pack_on_cuda(*states_of(length), pack_of(length), scale=SCALE)
+    assert calls == [[(1, 4, 24, 16), (1, 2, 24, 16), (1, 2, 24, 16)]]
+    assert len(kernels.forwards) == 2
+
+
+def raising(*states):
+    raise RuntimeError("No available kernel")
+
+
+@pytest.mark.parametrize(
+    "dense_takes, flash_takes, factor, expected",
+    [(1.0, 2.0, 1.0, True), (2.0, 1.0, 1.0, False), (1.0, 2.0, 1.1, False)],
+    ids=["faster", "slower", "faster and wrong"],
+)
+def test_dense_attention_is_taken_if_it_is_faster_and_right(dense_takes, flash_takes, factor, expected, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(dense, "_seconds", lambda device: now[0])
+
+    def attend(seconds, scale):
+        def timed(*states):
+            now[0] += seconds
+            return scale * dense.attend_dense(*states, scale=SCALE)
+
+        return timed
+
+    states = [x.detach() for x in states_of()]
+    assert dense.is_faster(attend(dense_takes, factor), attend(flash_takes, 1.0), states) is expected
+
+
+def test_heads_that_cudnn_does_not_take_stay_on_the_kernels_of_packs():
+    states = [x.detach() for x in states_of()]
+    assert dense.is_faster(raising, lambda *x: dense.attend_dense(*x, scale=SCALE), states) is False
