@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..compat import NOTHING_REPLACED, ReplacedFunctions
+from ..compat import ReplacedFunctions
 from ..group import ALONE, Group
 from .rows import DocumentRows
 
@@ -85,7 +85,8 @@ class PackedForward:
         run_lengths: the number of queries and the number of keys of each run, (runs, 2), on the host.
         launches: how a flash kernel is launched on groups of documents, as (first document, last document + 1, first
             token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.
-        mixers: the functions of the model's mixers, which are replaced during this forward.
+        mixers: the functions of the model's mixers, which are replaced during this forward. The default is None,
+            because torch does not compile a default that is an object.
         derived: the cached results of functions that are `once_per_pack`.
     """
 
@@ -100,7 +101,7 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
-    mixers: ReplacedFunctions = field(default=NOTHING_REPLACED, repr=False, compare=False)
+    mixers: ReplacedFunctions | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -209,13 +210,15 @@ def running_pack() -> PackedForward | None:
 def enter_packed_forward(running: PackedForward) -> None:
     """Make `running` the packed forward from which modules read their boundaries, until `leave_packed_forward`."""
     this_thread.packed_forwards.append(running)
-    running.mixers.enter()
+    if running.mixers is not None:
+        running.mixers.enter()
 
 
 def leave_packed_forward() -> None:
     """End the packed forward that was entered last."""
     running = this_thread.packed_forwards.pop()
-    running.mixers.leave()
+    if running.mixers is not None:
+        running.mixers.leave()
 
 
 @contextmanager
