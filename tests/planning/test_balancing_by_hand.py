@@ -188,7 +188,7 @@ def test_documents_go_to_the_group_with_the_least_excess_that_has_room(limit, sp
 )
 def test_slots_with_little_room_are_filled_to_the_token(rooms, left, filled):
     slots = slots_of([[], []], 12, [4, 3, 2, 1])
-    slots.room = rooms
+    slots.room = [*rooms]
     assert slots.fill_slots_exactly([0, 1, 2, 3]) == left
     assert slots.room == filled
     assert sorted(document for documents in slots.documents for document in documents) == [
