@@ -8,6 +8,8 @@ from datasets import Dataset
 
 from trl_packfix.data import documents as module
 from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, drop_untrained, make_documents, token_order
+from trl_packfix.data.image_rows import ImageRows
+from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.families import TokenOrder
 
 
@@ -250,7 +252,7 @@ def test_a_selection_has_its_documents_and_their_order():
 # The order of tokens
 
 
-class Tokens:
+class Tokens(TokenReader):
     """A reader whose documents are sorted. Documents that may not share are in `alone`."""
 
     def __init__(self, rows, alone=()):
@@ -268,11 +270,12 @@ class Tokens:
         return block
 
 
-class Images(Tokens):
+class Images(ImageRows):
     """Rows with images, whose common beginnings end where `ends` says."""
 
+    comparison_reader = None
+
     def __init__(self, rows, ends):
-        super().__init__(rows)
         self.comparison_reader = Tokens(rows)
         self.ends = ends
 
@@ -309,8 +312,7 @@ def test_long_common_beginnings_are_read_to_their_end():
     assert found.common.tolist() == [0, 900, 700]
 
 
-def test_a_common_beginning_ends_before_an_image_but_not_between_copies(monkeypatch):
-    monkeypatch.setattr(module, "ImageRows", Images)
+def test_a_common_beginning_ends_before_an_image_but_not_between_copies():
     found = token_order(Images(ROWS, ends=1), documents_at())
     assert found.order.tolist() == [4, 0, 3, 2, 1]
     assert found.common.tolist() == [0, 0, 3, 1, 1]
