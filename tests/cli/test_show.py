@@ -110,7 +110,7 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
 def test_documents_that_were_cut_are_marked(workplace, run, capsys, printed):
     given = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
     documents = [each for pack in printed("show", *given, "--packs", 4) for each in pack["documents"]]
-    lengths = run.data.reader.lengths
+    lengths = run.data.source.reader.lengths
     cut = [each for each in documents if each["cut_from"] is not None]
     assert 0 < len(cut) < len(documents)
     for each in documents:

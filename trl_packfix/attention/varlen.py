@@ -416,7 +416,8 @@ def _pack_of(
             f"attention got cu_seq_lens_q but not all of {', '.join(CU_SEQ_LENS[1:])}: to find the longest document "
             "the host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
         )
-    return PackedForward(*call_boundaries, group=ALONE)
+    bounds, key_bounds, longest, longest_keys = call_boundaries
+    return PackedForward(bounds, key_bounds, longest, longest_keys, group=ALONE)
 
 
 def _lengths_between(bounds: list[int], num_tokens: int) -> list[int]:

@@ -80,7 +80,7 @@ class MeasureMemory(TrainerCallback):
         model: Any = base_model(trainer.model)
         engine = _engine_of(trainer)
         is_text = not self._data.packs_images and not getattr(model, "is_quantized", False)
-        packing = self._data.packing
+        packing = self._data.source.packing
         if engine is None or not is_text or packing is None:
             return None
         adapters = [*getattr(trainer.model, "peft_config", {}).values()]
