@@ -53,7 +53,12 @@ class ScriptedFirstStep(FirstStep):
             gather=lambda value: value,
         )
         args = SimpleNamespace(
-            max_length=512, document_weighting="token", loss_type="nll", optim="adamw_torch", weight_column=None
+            max_length=512,
+            document_weighting="token",
+            loss_type="nll",
+            optim="adamw_torch",
+            weight_column=None,
+            torch_compile=False,
         )
         model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
         model[0].bias.requires_grad = model[1].bias.requires_grad = False

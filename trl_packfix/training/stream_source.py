@@ -207,7 +207,8 @@ class StreamCallback(TrainerCallback):
         if num_alike < stream.packing.world_size:  # these ranks have counted the rows of their own shards only
             counts = sum(gather_object([counts])[:: num_alike * self._data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
-        before_training = (
+        # What was found before training and in its first steps stays
+        found = (
             "model",
             "attention",
             "isolation",
@@ -216,8 +217,9 @@ class StreamCallback(TrainerCallback):
             "data",
             "experimental",
             "compiled",
+            "memory",
         )
-        report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
+        report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in found})
         if trainer.args.packing_report and trainer.is_world_process_zero():
             report.save(str(trainer.args.output_dir))
         return report
