@@ -1,10 +1,134 @@
-"""Find the folders of features, which may be missing: a feature is a folder in `features/` that the core never imports.
+"""What the core knows of features: optional capabilities, each in a folder `features/NAME/` that the core never imports.
 
-A feature imports the core. The core asks this module for the package of a feature by its name, and works without it.
+A feature imports the core. The core works without the folder: it finds the package of a feature by its name
+(`find_folder`), or gets the `Feature` of a run from the fields of the config that belong to it (`features_of`), and
+calls the hooks of that object at the few places where a run with the feature differs. So a run has one path, and no
+module asks whether a feature is on.
+
+A hook gets what a run has without the feature, and returns what it has with the feature. The hooks of `Feature` itself
+change nothing. This module imports no module of the package, so hooks have few types here; each names its types.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class FeatureField(NamedTuple):
+    """A field of `SFTConfig` that belongs to a feature."""
+
+    feature: str  # the name of the folder
+    off: Any  # the value without the feature
+    regrouping: tuple[Any, ...] = ()  # values with which planning has other units than documents
+
+
+FIELDS = {"share_prefixes": FeatureField("prefixes", off="off", regrouping=("family",))}
+"""The fields of `SFTConfig` that belong to features, by name. A second feature with fields adds its own."""
+
+
+class Feature:
+    """A feature with its settings of a run; this class is a run without any.
+
+    `make_units`, `make_collator`, `make_probe_class` and `report_part` are made for images, too, which have units of
+    other costs, rows with pixels, a probe with images, and a part of the report. The other hooks have one user.
+    """
+
+    is_on = False
+    regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
+    packs_text: ClassVar[str] = ""  # begins sentences on packs with the feature: "documents share prefixes"
+    documents_text: ClassVar[str] = ""  # the documents of these packs: "documents that share prefixes"
+    off_text: ClassVar[str] = ""  # what to set to be without it, in backticks
+    copies_text: ClassVar[str] = ""  # names the memory of `copied_bytes`: "copied keys of shared prefixes"
+    copied_bytes: int = 0  # bytes that attention on a device copies at most for the feature
+    needs_lookup: bool = False  # whether attention looks up the keys of documents, which only `packfix_varlen` does
+
+    # Hooks of data and planning
+
+    def refuse_lengths(self, num_documents: int) -> None:
+        """Raise ValueError if the feature needs more than the lengths of documents. Only tokens can be missing."""
+
+    def sort_tokens(self, reader: Any, documents: Any) -> Any:
+        """Return the `TokenOrder` of the `Documents` of a reader, cached with them; None if it is not needed.
+
+        Only a feature that compares documents needs it.
+        """
+        return None
+
+    def make_units(self, units: T, planner: Any, step_of_documents: Any = None) -> T:
+        """Return the `Units` that an `EpochPlanner` plans.
+
+        Args:
+            step_of_documents: the optimizer step of each document, which it must keep, shape (N,); None if any is fine.
+        """
+        return units
+
+    def make_collator(self, collator: T, *, keeps_last_rows: bool = False, compare: Any = None) -> T:
+        """Return the collator of packs, from the `PackedDataCollator` of the run.
+
+        Args:
+            keeps_last_rows: give a row to every token, also to one on whose output no document is trained.
+            compare: gives what is compared of documents with images; None compares tokens.
+        """
+        return collator
+
+    def in_evaluation(self, *, packs_images: bool, shares: bool) -> "Feature":
+        """Return the feature in packs of an evaluation. Only a feature with plans of its own differs there.
+
+        Args:
+            packs_images: whether packs have images.
+            shares: whether documents may share rows: the model is proved, and the loss can be computed.
+        """
+        return self
+
+    # Hooks of proofs
+
+    def make_probe_class(self, probe_class: type[T]) -> type[T]:
+        """Return the class of the probe that packs with the feature are proved with, from that of plain packs."""
+        return probe_class
+
+    def refuse_model(self, reason: str, on_leak: str) -> None:
+        """Raise PackingLeakError, or warn that training goes on without the feature, because its proof has failed.
+
+        Other features are needed by the dataset or the model, so they cannot be left out.
+        """
+
+    # Hooks of the report
+
+    def report_part(self, planner: Any) -> Any:
+        """Return what the feature does in the first epoch, without reading a token; None if it does nothing."""
+        return None
+
+    def estimate(self, planner: Any, reader: Any) -> Any:
+        """Return the same for `trl-packfix plan`, which may read tokens, also for a feature that is off."""
+        return self.report_part(planner)
+
+
+def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Return whether planning has other units by one of the values, given by the names of the fields."""
+    return any(value in field.regrouping for name, field in FIELDS.items() for value in changed.get(name, ()))
+
+
+def features_of(settings: Any) -> Feature:
+    """Return the feature of a run whose `settings`, a config or another object, have the fields that belong to it.
+
+    Raises:
+        ValueError: a field switches a feature on, and its folder is missing.
+    """
+    for name, field in FIELDS.items():
+        value = getattr(settings, name)
+        folder = find_folder(field.feature)
+        if folder is not None:
+            feature: Feature = folder.FEATURE(value)
+            return feature
+        if value != field.off:
+            raise ValueError(
+                f"`{name}={value!r}` was given, and this installation of trl_packfix is without its folder "
+                f"`features/{field.feature}`, which does it. Set `{name}={field.off!r}`, or install trl_packfix anew."
+            )
+    return Feature()
 
 
 def find_folder(name: str) -> ModuleType | None:
