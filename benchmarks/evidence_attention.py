@@ -30,7 +30,7 @@ from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data import by_length
 from trl_packfix.data.model_memory import GIB
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
 HEADS = 32, 8, 128  # query heads, key heads, dimensions of Llama 3 8B

@@ -39,11 +39,13 @@ from support.planners import make_epochs
 from transformers import AutoTokenizer
 from trl.data_utils import pack_dataset
 
-from trl_packfix.data.documents import Documents, make_documents, token_order
+from trl_packfix.data.documents import Documents, make_documents
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.features.prefixes.families import shared_by_neighbours
+from trl_packfix.features.prefixes.tokens import token_order
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.degrees import GroupTimes
-from trl_packfix.planning.families import SharePrefixes, shared_by_neighbours
+from trl_packfix.planning.packing import SharePrefixes
 from trl_packfix.planning.schedule import Schedule
 
 FILES = CHATS | {"gsm8k": "gsm8k_train.jsonl"}

@@ -39,6 +39,7 @@ from ranks import faults
 from sweep import zoo
 from sweep.judge import ALONE, TOLERANCE, Judge, PrefixJudge, alone, packed
 
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = (19, 5, 1, 30)
@@ -62,7 +63,11 @@ def compare(model_type: str, shares_prefixes: bool, leaks: bool) -> float:
         if leaks:
             fault = faults.ONE["states_forgotten"] if shares_prefixes else faults.boundary_of_mixers
             stack.enter_context(fault())
-        stack.enter_context(PackedModel(model, torch.float32, "cpu", 64, shares_prefixes=shares_prefixes).attending())
+        stack.enter_context(
+            PackedModel(
+                model, torch.float32, "cpu", 64, feature=PrefixSharing("pack" if shares_prefixes else "off")
+            ).attending()
+        )
         return judge.compare(model, torch.float32).decisive
 
 

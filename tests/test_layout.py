@@ -18,8 +18,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.rank_share import cut_part
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.group import Group
 from trl_packfix.layout import LAYOUT_KEY, Layout, PackedLayout, SharedRowsLayout, UnpackedLayout, layout_of
 
@@ -246,4 +246,6 @@ def test_questions_compile_to_one_graph(batch):
 def test_only_those_who_make_a_layout_know_its_class():
     """Everybody else asks `layout_of`, and so works with a new layout, too."""
     imports = re.compile(r"^ *from \.+layout import .*\b(SharedRowsLayout|PackedLayout|UnpackedLayout)\b", re.MULTILINE)
-    assert [name for name, path in MODULES.items() if imports.search(path.read_text())] == ["data.prefix_collator"]
+    assert [name for name, path in MODULES.items() if imports.search(path.read_text())] == [
+        "features.prefixes.collator"
+    ]

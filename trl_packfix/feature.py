@@ -1,4 +1,4 @@
-"""What the core knows of features: optional capabilities, each in a folder `features/NAME/` that the core never imports.
+"""What the core knows of features: capabilities in folders `features/NAME/` that the core never imports.
 
 A feature imports the core. The core works without the folder: it finds the package of a feature by its name
 (`find_folder`), or gets the `Feature` of a run from the fields of the config that belong to it (`features_of`), and
@@ -11,7 +11,7 @@ change nothing. This module imports no module of the package, so hooks have few 
 
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ class Feature:
     off_text: ClassVar[str] = ""  # what to set to be without it, in backticks
     copies_text: ClassVar[str] = ""  # names the memory of `copied_bytes`: "copied keys of shared prefixes"
     copied_bytes: int = 0  # bytes that attention on a device copies at most for the feature
+    settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that say so, with their values
     needs_lookup: bool = False  # whether attention looks up the keys of documents, which only `packfix_varlen` does
 
     # Hooks of data and planning
@@ -106,6 +107,10 @@ class Feature:
         return self.report_part(planner)
 
 
+PLAIN = Feature()
+"""A run without features."""
+
+
 def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
     """Return whether planning has other units by one of the values, given by the names of the fields."""
     return any(value in field.regrouping for name, field in FIELDS.items() for value in changed.get(name, ()))
@@ -128,7 +133,7 @@ def features_of(settings: Any) -> Feature:
                 f"`{name}={value!r}` was given, and this installation of trl_packfix is without its folder "
                 f"`features/{field.feature}`, which does it. Set `{name}={field.off!r}`, or install trl_packfix anew."
             )
-    return Feature()
+    return PLAIN
 
 
 def find_folder(name: str) -> ModuleType | None:

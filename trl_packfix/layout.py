@@ -13,7 +13,7 @@ on the model (`attention/forwards.py`) removes an entry before the model runs. a
 device and pin it, as they do with tensors, because it has `to` and `pin_memory`.
 
 Words: a *pack* is one row of T tokens with several documents. Its tokens are called its *rows*, as they are the rows of
-the matrix of states, (T, hidden). With `share_prefixes` (`data/prefix_collator.py`) the rows of a common beginning
+the matrix of states, (T, hidden). With `share_prefixes` (`features/prefixes`) the rows of a common beginning
 belong to several documents, and the rows that a document adds to the documents before it are its *run*. The *part* of a
 rank is the rows that it has of a pack that several ranks share (`data/rank_share.py`); every part has an entry in its
 batch. A *trained token* is one whose label is not -100, and a *target* is a pair of a document and a trained token.
@@ -42,6 +42,10 @@ class ComparedContent(NamedTuple):
 
     tokens: npt.NDArray[Any]  # numbers below 2**32 - 1, one for each token; equal numbers are equal content
     images: Sequence[tuple[int, int]] = ()  # first token of each image, and the token after its last
+
+
+Compare = Callable[[Sequence[dict[str, Any]]], list[ComparedContent]]
+"""Gives what is compared of each of some documents."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,7 @@ class PackedLayout(Layout):
 
 @dataclass(frozen=True, eq=False)
 class SharedRowsLayout(Layout):
-    """The layout of a pack, or of a part of it, in which N documents share some of R rows (`data/prefix_collator.py`).
+    """The layout of a pack, or of a part of it, in which N documents share some of R rows.
 
     A document is named by its place in the batch that was collated, 0 to N - 1. Padding belongs to no document. All
     tensors are int64. In a part, the targets and `num_documents` describe its own rows, and all other attributes

@@ -12,8 +12,8 @@ import support
 import torch
 import torch.nn.attention
 from support.models import build_tiny_model
+from support.shared_rows import pack_of
 from support.strict_varlen import ATEN, StrictVarlen
-from test_prefix_attention import pack_of
 from test_varlen import outputs_and_gradients, random_inputs
 
 from trl_packfix.attention import choice, varlen
@@ -22,7 +22,8 @@ from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import KernelLaunch, attend_on_cuda
 from trl_packfix.attention.runs import attend_pack_on_cuda
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
 _fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="torch has FlashAttention-3 from 2.11 on")
@@ -126,12 +127,12 @@ def test_the_report_names_it(fa3):
 def test_the_probe_judges_it(fault, fa3):
     fa3.fault = fault
     model = build_tiny_model("llama", dtype=torch.bfloat16)
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, on_leak="raise", shares_prefixes=True)
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, on_leak="raise", feature=PrefixSharing("pack"))
     with Dispatched() as mode:
         report = packed.prove(model)
         assert (report.isolated and report.equal) is not bool(fault)
         if not fault:
-            assert packed.prove_prefixes(model) is None
+            assert packed.prove_feature(model) is None
     assert activated_in_torch() == "FA3"
     assert not mode.forwards
     assert fa3.calls["forward"] > 10

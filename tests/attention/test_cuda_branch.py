@@ -27,7 +27,7 @@ from trl_packfix.compat import VARLEN_KERNEL
 from trl_packfix.data import by_length
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.training import trainer as sft_trainer
 
 pytestmark = pytest.mark.slow

@@ -7,10 +7,8 @@ import pytest
 from datasets import Dataset
 
 from trl_packfix.data import documents as module
-from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, drop_untrained, make_documents, token_order
-from trl_packfix.data.image_rows import ImageRows
-from trl_packfix.data.reader import TokenReader
-from trl_packfix.planning.families import TokenOrder
+from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, drop_untrained, make_documents
+from trl_packfix.planning.token_order import TokenOrder
 
 
 class Reader:
@@ -247,79 +245,3 @@ def test_a_selection_has_its_documents_and_their_order():
     assert (found.tokens.order.tolist(), found.tokens.common.tolist()) == ([1, 0], [0, 5])
     found = documents.select(np.array([False, True, True, True]))
     assert (found.tokens.order.tolist(), found.tokens.common.tolist()) == ([2, 1, 0], [0, 3, 4])
-
-
-# The order of tokens
-
-
-class Tokens(TokenReader):
-    """A reader whose documents are sorted. Documents that may not share are in `alone`."""
-
-    def __init__(self, rows, alone=()):
-        self.rows = rows
-        self.alone = alone
-
-    def labels_are_tokens(self, row, start, stop):
-        return ~np.isin(row, self.alone)
-
-    def read_block(self, row, start, stop, width):
-        block = np.full((len(row), width), -1)
-        for i, (number, first, last) in enumerate(zip(row, start, stop, strict=True)):
-            values = self.rows[number][first : min(first + width, last)]
-            block[i, : len(values)] = values
-        return block
-
-
-class Images(ImageRows):
-    """Rows with images, whose common beginnings end where `ends` says."""
-
-    comparison_reader = None
-
-    def __init__(self, rows, ends):
-        self.comparison_reader = Tokens(rows)
-        self.ends = ends
-
-    def end_common_before_images(self, row, start, common):
-        return np.minimum(common, self.ends)
-
-
-ROWS = [[5, 6, 7], [5, 6], [9, 5, 6, 8], [5, 6, 7], [1, 2]]
-
-
-def documents_at(start=(0, 0, 1, 0, 0)):
-    stop = np.array([len(row) for row in ROWS])
-    return Documents(np.arange(5), np.array(start), stop, stop, Ledger())
-
-
-def test_documents_are_sorted_by_their_tokens():
-    found = token_order(Tokens(ROWS), documents_at())
-    assert found.order.tolist() == [4, 0, 3, 2, 1]
-    assert found.common.tolist() == [0, 0, 3, 2, 2]
-    found = token_order(Tokens(ROWS, alone=[0, 4]), documents_at())
-    assert found.order.tolist() == [3, 2, 1, 0, 4]
-    assert found.common.tolist() == [0, 2, 2, 0, 0]
-    found = token_order(Tokens(ROWS), documents_at(), np.array([2, 1]))
-    assert found.order.tolist() == [2, 1]
-    assert found.common.tolist() == [0, 2]
-
-
-def test_long_common_beginnings_are_read_to_their_end():
-    rows = [[1] * 900 + [2], [1] * 901, [1] * 700 + [2] * 300]
-    lengths = np.array([901, 901, 1000])
-    documents = Documents(np.arange(3), np.zeros(3, int), lengths, lengths, Ledger())
-    found = token_order(Tokens(rows), documents)
-    assert found.order.tolist() == [1, 0, 2]
-    assert found.common.tolist() == [0, 900, 700]
-
-
-def test_a_common_beginning_ends_before_an_image_but_not_between_copies():
-    found = token_order(Images(ROWS, ends=1), documents_at())
-    assert found.order.tolist() == [4, 0, 3, 2, 1]
-    assert found.common.tolist() == [0, 0, 3, 1, 1]
-    found = token_order(Images(ROWS, ends=1), documents_at(), np.array([], dtype=np.int64))
-    assert len(found.order) == 0
-    found = token_order(
-        Images([[5], [5], [5, 5]], ends=0),
-        Documents(*(np.arange(3), np.zeros(3, int), *(np.array([1, 1, 2]),) * 2), Ledger()),
-    )
-    assert found.common.tolist() == [0, 0, 1]

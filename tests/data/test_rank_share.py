@@ -11,8 +11,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.rank_share import PER_TOKEN, RankShare, cut_part
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.group import Group
 from trl_packfix.layout import LAYOUT_KEY
 

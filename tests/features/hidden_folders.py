@@ -1,6 +1,6 @@
 """Hide folders of features in forks of this process, and print as JSON what the core does without each of them.
 
-    python tests/features/hidden_folders.py FOLDER hybrids pack_forward
+    python tests/features/hidden_folders.py FOLDER hybrids pack_forward prefixes
 
 The libraries are imported once, before the forks. The package is imported in each fork, behind a finder that does not
 find the hidden folder.
@@ -83,6 +83,11 @@ def facts_without(feature: str, folder: str) -> dict[str, Any]:
         facts["unpacked_steps"] = train(folder, "lfm2", packing=False)[0]
     if feature == "pack_forward":
         facts["refusal"] = refusal(getattr, import_module("trl_packfix"), "pack_forward")
+    if feature == "prefixes":
+        config = import_module("trl_packfix").SFTConfig
+        settings = {"packing": True, "max_length": 64, "use_cpu": True, "bf16": False}
+        messages = [refusal(config, folder, share_prefixes=value, **settings) for value in ("pack", "family")]
+        facts["refusal"], facts["refusal_of_families"] = messages
     facts["hidden_modules"] = [name for name in sys.modules if name.startswith(hidden)]
     return facts
 

@@ -7,12 +7,14 @@ import sys
 import pytest
 from support.launch import PROCESS_SECONDS, ROOT, environment
 
-FEATURES = ("hybrids", "pack_forward")
+FEATURES = ("hybrids", "pack_forward", "prefixes")
 REFUSALS = {
     "hybrids": "Lfm2ForCausalLM has layers that mix tokens by 1 function(s) beside attention (causal_conv1d_fn), and "
     "this installation of trl_packfix is without its folder `features/hybrids`",
     "pack_forward": "`pack_forward` was imported, and this installation of trl_packfix is without its folder "
     "`features/pack_forward`",
+    "prefixes": "`share_prefixes='pack'` was given, and this installation of trl_packfix is without its folder "
+    "`features/prefixes`, which does it. Set `share_prefixes='off'`, or",
 }
 pytestmark = pytest.mark.processes
 
@@ -45,8 +47,12 @@ def test_a_plain_model_is_proved_and_trains_without_the_folder(feature, found):
 def test_what_needs_the_folder_is_refused(feature, found):
     message = found[feature]["refusal"] or "nothing was refused"
     assert message.startswith(REFUSALS[feature])
-    assert "Install trl_packfix anew" in message
+    assert "nstall trl_packfix anew" in message
 
 
 def test_hybrid_models_train_unpacked_without_the_folder(found):
     assert found["hybrids"]["unpacked_steps"] == 2
+
+
+def test_planning_of_families_is_refused_without_the_folder(found):
+    assert found["prefixes"]["refusal_of_families"].startswith("`share_prefixes='family'` was given")

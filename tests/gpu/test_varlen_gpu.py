@@ -29,7 +29,7 @@ from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
 pytestmark = pytest.mark.gpu

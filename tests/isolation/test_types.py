@@ -109,7 +109,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert after.keys() == weights.keys()
     assert all(torch.equal(after[name], weights[name]) for name in weights)
     if wanted.shares is not None:
-        reason = packed_model.prove_prefixes(model)
+        reason = packed_model.prove_feature(model)
         assert (reason is None) is wanted.shares, reason
         assert wanted.repaired or wanted.shares or "a scan that cannot begin with the state of a prefix" in reason
         assert not wanted.repaired or reason.startswith("these modules are repaired")
@@ -131,7 +131,7 @@ def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
     model, pristine = (zoo.build_model("qwen3_5_text") for _ in range(2))
     packed_model = PackedModel(model, torch.float32, "cpu", 64)
     packed_model.prove(model)
-    assert packed_model.prove_prefixes(model) is None
+    assert packed_model.prove_feature(model) is None
     judge = PrefixJudge(pristine)
     rounded = judge.compare(model, torch.float32).error
     assert rounded > 1e-6

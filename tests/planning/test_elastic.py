@@ -14,6 +14,7 @@ from support.prefixes import forest
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.documents import Documents, Ledger, make_documents
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.planning.schedule import NO_DOCUMENTS
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.training.checkpoints import read_trained, save_trained
@@ -31,7 +32,7 @@ def documents_for(strategy, max_length=16):
 
 DOCUMENTS = {strategy: documents_for(strategy) for strategy in STRATEGIES}
 READER = TokenReader(forest(60))
-FOREST = cached_documents(READER, 96, sorts_tokens=True)
+FOREST = cached_documents(READER, 96, feature=PrefixSharing("family"))
 
 # What is planned, by the name of a feature
 PLANS = {strategy: (DOCUMENTS[strategy], {"strategy": strategy, "max_length": 16}) for strategy in STRATEGIES} | {

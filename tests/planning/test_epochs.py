@@ -26,9 +26,9 @@ from trl_packfix.data.cache import SUFFIX, cached_documents, cached_token_range,
 from trl_packfix.data.documents import DOCUMENT_ARRAYS, DocumentCounts, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
-from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.parallel import Speeds
+from trl_packfix.planning.token_order import TokenOrder
 from trl_packfix.samples import row
 from trl_packfix.samples.row import PREPARATION_SOURCE_HASH, HashedMapFunction, hash_sources
 

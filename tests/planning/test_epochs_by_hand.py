@@ -12,10 +12,11 @@ from support.planners import make_epochs
 from trl_packfix.data import epochs
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner, ResumePoint, unpacked_order
+from trl_packfix.features.prefixes import families
 from trl_packfix.planning.costs import CostModel, TowerCosts
-from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.packs import PackPlan, shuffle_packs
+from trl_packfix.planning.token_order import TokenOrder
 
 
 def documents_of(lengths, **arrays):
@@ -153,7 +154,7 @@ def find_pieces(monkeypatch, strategy, epochs=(0,), **settings):
         given.append((tokens.order.tolist(), splits_copies))
         return f"pieces {len(given)}"
 
-    monkeypatch.setattr(EpochPlanner, "make_pieces", make_pieces)
+    monkeypatch.setattr(families, "make_family_pieces", make_pieces)
     documents = documents_of([10] * 10, tokens=tokens)
     planner = make_epochs(documents, strategy, batch_size=2, accumulation=2, **settings)
     return [planner.units(epoch) for epoch in epochs], given

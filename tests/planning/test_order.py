@@ -6,9 +6,9 @@ from support.planners import make_epochs
 
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import ResumePoint
-from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packs import PackPlan, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
+from trl_packfix.planning.token_order import TokenOrder
 
 LONGEST = 512
 AT_MAXIMUM = np.linspace(0.3, 0.85, 20)  # shares of the documents that are cut there, one for each seed
@@ -113,7 +113,7 @@ def test_steps_of_every_run_are_in_random_order(run):
     trend = Trend()
     for seed in range(20):
         plan = epochs_of(run, seed)
-        if plan.packing.shares_families:
+        if plan.packing.feature.regroups:
             assert len(plan.units()) < 0.9 * len(plan.documents), "hardly any families"
         trend.add(means_of_steps(plan, epoch=seed % 3))
     assert trend.problems == set()

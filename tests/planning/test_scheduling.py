@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planners import make_epochs, of_units
 
-from trl_packfix.data.documents import Documents, make_documents, token_order
+from trl_packfix.data.documents import Documents, make_documents
 from trl_packfix.data.epochs import EpochPlanner, unpacked_order
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.features.prefixes.families import share_order
+from trl_packfix.features.prefixes.tokens import token_order
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts, TowerCosts
-from trl_packfix.planning.families import share_order
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.schedule import NO_DOCUMENTS, rank_costs
 from trl_packfix.planning.strategies import STRATEGIES

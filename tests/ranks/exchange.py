@@ -25,12 +25,13 @@ from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, pac
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.features.prefixes.images import ImagePrefixProbe
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.group import Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.image_probe import ImageProbe
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.prefix_probe import ImagePrefixProbe
 from trl_packfix.layout import layout_of
 
 from . import faults
@@ -227,7 +228,7 @@ IMAGE_PROOFS = {
 CHECKS: dict[str, Callable] = {
     "images": trl_packfix.check_isolation,
     "text": trl_packfix.check_isolation,
-    "shared": partial(check_packs, shares=True),
+    "shared": partial(check_packs, feature=PrefixSharing("pack")),
 }
 
 
@@ -239,7 +240,7 @@ def proofs(folder: Path) -> list:
     trl_packfix.prepare_for_packing(llama)
     for degree in (2, 4):
         found["whole", degree] = verdict(trl_packfix.check_isolation(llama, degree=degree))
-        found["shared", degree] = verdict(check_packs(llama, degree=degree, shares=True))
+        found["shared", degree] = verdict(check_packs(llama, degree=degree, feature=PrefixSharing("pack")))
     shifting = build_tiny_model("llama")
     shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
     bloom = build_tiny_model("bloom")
@@ -278,7 +279,7 @@ def faults_of_proofs(folder: Path) -> list:
                 trl_packfix.check_isolation(model, degree=2)
             )
             if name in ("leak", "prefixes"):
-                found["shared", name] = verdict(check_packs(model, degree=2, shares=True))
+                found["shared", name] = verdict(check_packs(model, degree=2, feature=PrefixSharing("pack")))
     for family, planted in IMAGE_PROOFS.items():
         model = vision.build_model(family)
         select_attention(model)

@@ -22,10 +22,9 @@ from trl_packfix.attention.packed_forward import PackedForward, running_forward
 from trl_packfix.data import image_collator, loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
-from trl_packfix.data.prefix_collator import ComparedContent
 from trl_packfix.features.hybrids import mixers, prefixes
 from trl_packfix.group import Group, make_groups
-from trl_packfix.layout import SharedRowsLayout
+from trl_packfix.layout import ComparedContent, SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor

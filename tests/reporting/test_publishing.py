@@ -97,7 +97,7 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
     # The run has no images, shared packs or prefixes, and its device has no peak
     assert {"loss/NAME", "trained_tokens/NAME", "eval_loss/NAME", "packing/efficiency", "isolation/tolerance"} <= logged
     assert len(logged) > 30
-    totals = TrainingTotals(sources=("NAME",), shares_prefixes=True)
+    totals = TrainingTotals(sources=("NAME",), shares_rows=True)
     span = StepSpan(dict.fromkeys(totals.window.sums, 1.0), seconds=1.0)
     by_totals = set(totals.metrics(span, capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
     assert by_totals == set(made["PARTS"]["In each log of a training"])

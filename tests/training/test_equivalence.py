@@ -62,7 +62,7 @@ def test_packs_train_what_trl_trains_unpacked(name):
 def test_the_table_sees_faults(name, fault):
     expected = reference(name)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(PackedModel, "prove_prefixes", lambda self, wrapped: None))
+        stack.enter_context(mock.patch.object(PackedModel, "prove_feature", lambda self, wrapped: None))
         stack.enter_context(faults.uncompared)
         late = faults.BEHIND_PROOF.get(fault)
         if late is None:

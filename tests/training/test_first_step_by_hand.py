@@ -330,7 +330,7 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
     trainer.current_gradient_accumulation_steps = 7
     trainer.aux_loss_enabled = True
     trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
-    totals = step._objective.totals = SimpleNamespace(sources="sources", shares_prefixes="shares")
+    totals = step._objective.totals = SimpleNamespace(sources="sources", shares_rows="shares")
     for packs_images in (True, False):
         step._data.packs_images = packs_images
         with FirstStep._undisturbed(step):

@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 
 def test_the_metrics_of_a_span_are_its_sums_over_what_each_is_a_share_of():
-    totals = TrainingTotals(sources=("a", "b", "c"), shares_prefixes=True)
+    totals = TrainingTotals(sources=("a", "b", "c"), shares_rows=True)
     of_sources = {"loss/a": 30, "trained_tokens/a": 60, "loss/b": 80, "trained_tokens/b": 40}
     span = StepSpan({**SUMS, **of_sources, "loss/c": 0, "trained_tokens/c": 0}, num_steps=2, seconds=4.0, waited=1.0)
     assert totals.metrics(span, capacity=100, num_ranks=2, peak_tflops=3.0) == {
@@ -64,7 +64,7 @@ def test_the_metrics_of_a_span_are_its_sums_over_what_each_is_a_share_of():
 def test_metrics_are_rounded_to_digits_that_a_reader_needs():
     sums = {**SUMS, "tokens": 302, "documents": 10, "computed": 239, "flops": 1.23456e9}
     span = StepSpan(sums, num_steps=3, seconds=7.0, waited=1.0)
-    found = TrainingTotals(shares_prefixes=True).metrics(span, capacity=100)
+    found = TrainingTotals(shares_rows=True).metrics(span, capacity=100)
     assert found["documents_per_step"] == 3.33
     assert found["efficiency"] == 0.2988
     assert found["tokens_per_second"] == 43.1
@@ -74,7 +74,7 @@ def test_metrics_are_rounded_to_digits_that_a_reader_needs():
 
 
 def test_the_metrics_of_one_of_everything_are_one():
-    totals = TrainingTotals(shares_prefixes=True)
+    totals = TrainingTotals(shares_rows=True)
     span = StepSpan(dict.fromkeys(SUMS, 1.0) | {"flops": 1e12}, num_steps=1, seconds=1.0, waited=1.0)
     assert set(totals.metrics(span, capacity=1, peak_tflops=1.0).values()) == {1}
 
@@ -92,7 +92,7 @@ def test_a_span_that_lacks_a_source_adds_nothing_to_it():
 
 
 def test_the_metrics_of_nothing_are_zero():
-    totals = TrainingTotals(shares_prefixes=True)
+    totals = TrainingTotals(shares_rows=True)
     assert totals.metrics(totals.window, capacity=100, peak_tflops=1.0) == {
         "trained_tokens": 0,
         "documents_per_step": 0,

@@ -23,7 +23,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import layout_of
 
 from .double import in_double

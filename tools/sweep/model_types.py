@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.reporting.numbers import finite
@@ -172,9 +173,9 @@ def _sweep_text(model_type: str, kind: str, on_leak: str) -> Row:
 
 def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[str, float]:
     """Whether documents may share prefixes, and the error of the judge if they may; see `Row`."""
-    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, on_leak="raise", shares_prefixes=True)
+    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, on_leak="raise", feature=PrefixSharing("pack"))
     packed.prove(model)
-    if packed.prove_prefixes(model) is not None:
+    if packed.prove_feature(model) is not None:
         return "no", 0.0
     found = PrefixJudge(pristine).judge(model)
     return "yes" if found.right else WRONG, found.error

@@ -80,8 +80,8 @@ class PackedForward:
         group: the ranks that share the pack.
         part_tokens: the tokens of the pack on each of them; 0 if no other rank shares the pack.
         kv_index: if documents share prefixes, the positions in the pack of the keys of all runs, end to end
-            (`data/prefix_collator.py`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs,
-            and `cu_seq_lens_k` of their keys.
+            (`features/prefixes`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs, and
+            `cu_seq_lens_k` of their keys.
         run_lengths: the number of queries and the number of keys of each run, (runs, 2), on the host.
         launches: how a flash kernel is launched on groups of documents, as (first document, last document + 1, first
             token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.

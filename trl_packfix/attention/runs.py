@@ -3,7 +3,7 @@
 `varlen.py` calls the two functions `attend_...` with the queries, keys and values of a pack. They prepare the calls of
 the kernels, which `flash.py` (CPU) and `kernels.py` (CUDA) run.
 
-Where documents begin alike, the pack has their common prefix once (`data/prefix_collator.py` builds such packs). The
+Where documents begin alike, the pack has their common prefix once (`features/prefixes` builds such packs). The
 rows of a document behind its prefix are a *run*. A run attends to its prefix, and causally to itself. `kv_index` lists
 the rows of the keys of each run, run after run: first its prefix, then its own rows.
 

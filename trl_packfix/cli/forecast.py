@@ -35,7 +35,6 @@ from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEY_COLUMNS, Column
 from ..reporting.numbers import MAX_LOST_SHARE
 from ..reporting.report import PackingReport
-from ..reporting.savings import estimated_savings
 from ..training.plain_settings import PlainSettings
 from ..training.planner import documents_of, make_planner
 from .plain_run import read_plain_run
@@ -127,9 +126,7 @@ def make_forecasts(
         for world_size in world_sizes:
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
             report = make_report(planner, reader, with_packs=False)
-            if not planner.packing.shares_families:
-                # Where families of documents are planned as one, the report has the savings from the plan already.
-                report = replace(report, prefixes=estimated_savings(planner, reader))
+            report = replace(report, prefixes=planner.packing.feature.estimate(planner, reader))
             costs = cost_model(documents.lengths) + planner.image_costs
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
             assert computed_share is not None, "the estimate and tables have them"

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 from trl import ModelConfig, get_peft_config
 
-from ..attention.runs import COPIED_BYTES
 from ..data.model_memory import (
     GIB,
     LORA,
@@ -30,6 +29,7 @@ from ..data.model_memory import (
     largest_tokens,
     predict_peak,
 )
+from ..feature import features_of
 from ..reporting.columns import Column
 from ..training.config import SFTConfig, with_settings
 from .configs import RunConfigs
@@ -142,9 +142,10 @@ def predict_memory(
         limit = MAX_TOKENS
     copied_bytes = 0.0
     copies_text = ""
-    if config.share_prefixes != "off":
-        copied_bytes = float(COPIED_BYTES)
-        copies_text = ", with copied keys of shared prefixes"
+    feature = features_of(config)
+    if feature.copied_bytes:
+        copied_bytes = float(feature.copied_bytes)
+        copies_text = f", with {feature.copies_text}"
     lora: Any = get_peft_config(model) or LORA
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))

@@ -27,6 +27,7 @@ from ..data.documents import Ledger, make_documents
 from ..data.image_rows import ImageRows
 from ..data.model_costs import make_cost_model, with_tower
 from ..data.reader import RowReader, TokenReader, mask_columns, without_ignored_mask
+from ..feature import features_of
 from ..planning.costs import CostModel
 from ..samples.checks import IMAGES, check_conversations, has_images
 from ..samples.make_samples import without_bad_rows
@@ -144,12 +145,7 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
                     "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
                     "`--per-turn`."
                 )
-            if config.share_prefixes != "off":
-                raise ValueError(
-                    f"`--share-prefixes {config.share_prefixes}` was given with the lengths of "
-                    f"{len(lengths_in_file):,} documents. Which of them begin alike is known from their tokens. Give a "
-                    "dataset, or set `--share-prefixes off`."
-                )
+            features_of(config).refuse_lengths(len(lengths_in_file))
             lengths.append(lengths_in_file)
             continue
         rows = load_part(run, name)

@@ -46,8 +46,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ..feature import Feature
 from ..samples.row import PREPARATION_SOURCE_HASH
-from .documents import Documents, Overlong, TruncationMode, make_documents, token_order
+from .documents import Documents, Overlong, TruncationMode, make_documents
 from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
@@ -75,14 +76,14 @@ def cached_documents(
     truncation_mode: TruncationMode = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
-    sorts_tokens: bool = False,
+    feature: Feature | None = None,
 ) -> Documents:
     """Return the documents of a table, from the cache if an earlier start has computed them with these settings.
 
     The arguments up to `keep_untrained` are the arguments of `make_documents`.
 
     Args:
-        sorts_tokens: also sort the documents by their tokens (`Documents.tokens`), to find common beginnings.
+        feature: the feature of the run, which may sort the documents by their tokens (`Documents.tokens`).
     """
     settings: dict[str, Any] = {
         "max_length": max_length,
@@ -94,12 +95,10 @@ def cached_documents(
 
     def make_arrays() -> Arrays:
         documents = make_documents(reader, **settings)
-        tokens = None
-        if sorts_tokens:
-            tokens = token_order(reader, documents)
+        tokens = None if feature is None else feature.sort_tokens(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), tokens=tokens).to_arrays()
 
-    key_settings = settings | {"sorts_tokens": True} if sorts_tokens else settings
+    key_settings = settings | {"sorts_tokens": True} if feature is not None and feature.regroups else settings
     file = _cache_file(reader, "spans", key_settings)
     return Documents.from_arrays(read_or_make(file, make_arrays), file)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ import numpy.typing as npt
 from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX
 from ..planning.arrays import MASK_COLUMNS as MASK_COLUMNS
 from ..planning.arrays import TEXT_KEYS as TEXT_KEYS
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from ..layout import ComparedContent
 
 
 def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -51,7 +54,7 @@ def seq_idx(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
 class DocumentRun(NamedTuple):
     """A sequence of rows of a pack: the tokens of a document from the token `first` to its end.
 
-    `first` is 0 in a pack of `PackedDataCollator`. In a pack of `PrefixCollator` the tokens before `first` are rows of
+    `first` is 0 in a pack of `PackedDataCollator`. Where documents share rows, the tokens before `first` are rows of
     documents before this one.
     """
 
@@ -122,7 +125,7 @@ class PackedDataCollator:
     pad_token_id: int = 0
     pad_documents_to_multiple_of: int | None = None
     max_length: int | None = None
-    shares = False  # whether documents share rows, see `PrefixCollator`
+    shares = False  # whether documents share rows; a feature has a subclass in which they do
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         batch, _ = self.collate(documents)
@@ -196,6 +199,17 @@ class PackedDataCollator:
         batch, runs = PackedDataCollator.collate(self, documents, degree)
         bounds = np.cumsum([0, *(len(document["input_ids"]) for document in documents)])
         return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
+
+    def order_documents(
+        self, documents: Sequence[dict[str, Any]]
+    ) -> tuple[list[int], list[int], "list[ComparedContent]"]:
+        """Return the order of the documents in the pack, and how they share rows; here they share none.
+
+        Returns:
+            The document indices in order; the number of rows that each of them shares with the document before it in
+            this order; and the compared content of each document, in the order of `documents`: [] if none is compared.
+        """
+        return [*range(len(documents))], [0] * len(documents), []
 
     def _num_padding(self, num_tokens: int, degree: int) -> int:
         """Return the number of padding tokens of a pack that `degree` ranks share."""

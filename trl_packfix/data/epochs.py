@@ -5,7 +5,7 @@ gives the schedule of an epoch to the batch sampler (`loaders.py`), and the numb
 lengths are used here, no tokens.
 
 Words:
-    unit         what planning moves as one. A unit is a document, or a piece of a family: documents that begin alike.
+    unit         what planning moves as one. A unit is a document, or several documents that a feature plans as one.
     pack         documents that pass through the model together. Its capacity is the largest number of its tokens.
     plan         which units share a pack, and the order of the packs.
     schedule     which documents belong to each optimizer step, micro-batch and rank.
@@ -29,8 +29,6 @@ from typing import Literal
 import numpy as np
 
 from ..planning.arrays import BoolArray, Float64Array, Int64Array
-from ..planning.degrees import room_of_families
-from ..planning.families import Pieces, TokenOrder, make_pieces
 from ..planning.packing import Packing
 from ..planning.packs import PackPlan, shuffle_packs
 from ..planning.schedule import Schedule
@@ -67,7 +65,7 @@ class EpochPlanner:
     at each of these degrees before the first step.
 
     Args:
-        documents: the documents of the table, shape (N,). They are sorted by their tokens if units are families.
+        documents: the documents of the table, shape (N,). A feature may need them sorted by their tokens.
         packing: the settings. `EpochPlanner` replaces its degrees by the degrees that the first epoch uses.
         may_be_empty: allow an epoch of zero steps.
 
@@ -151,23 +149,23 @@ class EpochPlanner:
     @cached_property
     def _units(self) -> Units:
         """The units of all documents of the table."""
-        if not self.packing.shares_families:
-            documents = self.documents
-            return Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
-        assert self.documents.tokens is not None, "documents are not sorted by their tokens"
-        return self.make_pieces(self.documents.tokens)
+        return self._make_units()
+
+    def _make_units(self, step_of_documents: Int64Array | None = None) -> Units:
+        """Return the units of documents that may have to keep their steps, see `Feature.make_units`."""
+        documents = self.documents
+        units = Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
+        return self.packing.feature.make_units(units, self, step_of_documents)
 
     def units(self, epoch: int = 0) -> Units:
-        """Return the units of an epoch: documents, or with `share_prefixes="family"` pieces of families.
+        """Return the units of an epoch: documents, or several documents that a feature plans as one.
 
-        With the strategy `minibatch` a family consists of documents of one optimizer step. The steps have other
-        documents in every epoch, so every epoch has other families.
+        With the strategy `minibatch` a unit consists of documents of one optimizer step. The steps have other
+        documents in every epoch, so every epoch has other units of several documents.
         """
-        tokens = self.documents.tokens
-        if tokens is None or not self.packing.traits.keeps_unpacked_steps or not self.packing.shares_families:
+        if not self.packing.traits.keeps_unpacked_steps or not self.packing.feature.regroups:
             return self._units
-        step_of_documents = self.packing.unpacked_step_of_documents(self._unpacked_order(epoch))
-        return self.make_pieces(tokens.within(step_of_documents), splits_copies=False)
+        return self._make_units(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
 
     def resume_at(self, point: ResumePoint) -> None:
         """Continue a run at a resume point.
@@ -299,26 +297,6 @@ class EpochPlanner:
             schedule = packing.schedule(plan, units, self.num_steps)
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
-
-    def make_pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
-        """Cut the families of the documents into pieces that fit into a pack, see `planning/families.py`.
-
-        Args:
-            tokens: the documents sorted by their tokens, so that a family is a sequence of neighbours.
-            splits_copies: whether documents with equal tokens are put into different families, so that they are not
-                trained in one update.
-        """
-        documents = self.documents
-        packing = self.packing
-        return make_pieces(
-            tokens,
-            documents.lengths,
-            documents.trained,
-            cost_model=packing.cost_model,
-            room=room_of_families(documents.lengths, packing.parallel),
-            splits_copies=splits_copies,
-            image_costs=self.image_costs_behind,
-        )
 
     def _unpacked_order(self, epoch: int) -> np.ndarray:
         """Return the order in which an unpacked run with these settings visits the documents, shape (N,)."""

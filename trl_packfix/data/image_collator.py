@@ -10,7 +10,7 @@ processor, says along which axis each of them is joined.
 
 Words:
     run     the tokens of a document that are rows of the pack. It is the whole document, unless the document shares its
-            beginning with a document before it (`prefix_collator.py`).
+            beginning with a document before it (`features/prefixes/collator.py`).
     M-RoPE  rotary positions of three numbers for each token: time, height and width in its image.
 """
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ..samples.processor import RowProcessor
-from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
+from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun, PackedDataCollator
 from .image_collator import ImageLayout, PackedImages, RopeIndex
 from .loaders import PackCollator
-from .prefix_collator import PrefixCollator
 
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it
@@ -90,18 +89,14 @@ class ImageExamples:
         image_outputs = PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
         return {"input_ids": tokens} | token_outputs | image_outputs
 
-    def packed(
-        self, documents: list[dict[str, Any]], shares: bool = False, *, pad_to_multiple_of: int = 1
-    ) -> dict[str, Any]:
+    def packed(self, documents: list[dict[str, Any]], rows: PackedDataCollator | None = None) -> dict[str, Any]:
         """Return the batch of a pack as in training, without labels.
 
         Args:
             documents: the documents of the pack. A `RankShare` gives the batch of the part that the rank holds.
-            shares: whether documents share every common beginning.
-            pad_to_multiple_of: pad the pack to a multiple of this number of tokens.
+            rows: makes the rows of the pack; None for a `PackedDataCollator`.
         """
-        rows = PrefixCollator(pad_to_multiple_of, min_shared=1, shares=shares, compare=self.process.compare)
-        batch = PackCollator(rows, self.images)(documents)
+        batch = PackCollator(rows or PackedDataCollator(), self.images)(documents)
         return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArr
 from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
 
 if TYPE_CHECKING:
-    from .prefix_collator import Compare
+    from ..layout import Compare
 
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)

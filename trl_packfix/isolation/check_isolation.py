@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import has_attention
 from ..attention.varlen import ATTENTION_NAME
-from .image_probe import ImageExamples
+from ..feature import PLAIN, Feature
+from .image_probe import ImageExamples, make_probe
 from .isolation_report import IsolationReport
-from .prefix_probe import make_probe
 from .probe import DOCUMENT_LENGTHS, NUM_EXTRA_TOKENS, Documents, Examples, Probe, RunPair, replace_documents
 from .probed_model import MAX_NOISE, NUM_DRAWS, CannotRun, largest_distance, to_exact
 from .thresholds import thresholds
@@ -111,20 +111,20 @@ def check_packs(
     *,
     images: ImageExamples | None = None,
     user_attention: str | None = None,
-    shares: bool = False,
+    feature: Feature = PLAIN,
     farthest: int | None = None,
 ) -> IsolationReport:
-    """Test packs whose documents share prefixes, or plain packs, and return the report.
+    """Test packs with a feature, or plain packs, and return the report.
 
     `check_isolation` describes the parameters that are not listed here.
 
     Args:
-        shares: whether documents of a pack share prefixes, whose rows are computed once. `isolated` and `equal` are
-            then also False if a document does not attend to the tokens that it shares. With `images`, documents share
-            images, and text in front of other images.
+        feature: makes the probe. If documents share rows by it, `isolated` and `equal` are also False if a document
+            does not attend to the tokens that it shares. With `images`, documents share images, and text in front of
+            other images.
         farthest: test documents up to so many tokens from the start of a pack; None tests `FAR_TOKENS` only.
     """
-    probe = make_probe(model, images, degree, user_attention=user_attention, shares=shares)
+    probe = make_probe(model, images, degree, user_attention=user_attention, feature=feature)
     with probe.undisturbed(), ExitStack() as hooks:
         try:
             if probe.attention == ATTENTION_NAME:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..data.rank_share import RankShare
+from ..feature import PLAIN, Feature
 from ..group import ALONE, Group
 from .probe import Documents, Examples, Probe, replace_documents
 
@@ -40,8 +41,6 @@ class ImageProbe(Probe):
     A document is an `ImageDocument`, or a tensor of tokens if it has text only. Documents of text get the token types
     that the processor gives to text: without them paligemma attends to text in both directions.
     """
-
-    shares = False  # whether documents of a pack share common beginnings
 
     def __init__(self, model: nn.Module, images: ImageExamples, degree: int = 1, *, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
@@ -88,7 +87,7 @@ class ImageProbe(Probe):
     def _make_batch(self, documents: Sequence[Any], group: Group = ALONE) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
         share = RankShare(values, group)
-        return self.move_batch(self.images.packed(share, self.shares, pad_to_multiple_of=self.degree))
+        return self.move_batch(self.images.packed(share, self._collate))
 
     def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:
         """Return the tensors of a document by name."""
@@ -102,3 +101,22 @@ class ImageProbe(Probe):
         # The decoder contains all attention. The model around it stays in training mode, because models may build their
         # masks in another way in eval mode (paligemma).
         return self.inner.get_decoder()
+
+
+def make_probe(
+    model: nn.Module,
+    images: ImageExamples | None,
+    degree: int = 1,
+    *,
+    user_attention: str | None = None,
+    feature: Feature = PLAIN,
+) -> Probe:
+    """Return the probe for a model.
+
+    Args:
+        images: makes documents with images, which are tested in addition to documents of text; None for text only.
+        feature: makes the class of the probe, so that packs have the feature.
+    """
+    if images is None:
+        return feature.make_probe_class(Probe)(model, degree, user_attention)
+    return feature.make_probe_class(ImageProbe)(model, images, degree, user_attention=user_attention)

@@ -36,10 +36,10 @@ from ..attention.tower_attention import (
 )
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
+from ..feature import PLAIN, Feature
 from .check_isolation import check_packs
-from .image_probe import ImageExamples
+from .image_probe import ImageExamples, make_probe
 from .isolation_report import IsolationReport, PackingLeakError
-from .prefix_probe import make_probe
 from .repair import Repair
 from .search import RepairSearch, agree_on_ranks
 from .unpacking import UnpackedForward, UnpackedImages
@@ -65,7 +65,7 @@ class PackedModel:
         enforce_flash_attention: whether the attention of the model is replaced by one that is faster on packs.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
-        shares_prefixes: whether documents of a pack share prefixes.
+        feature: the feature of the packs, which is proved by `prove_feature`.
         images: makes documents with images for the probe; None if packs have no images.
 
     Attributes:
@@ -74,7 +74,7 @@ class PackedModel:
         recall: returns the remembered report of an earlier start instead of running a probe (`training/remembered.py`);
             None if reports are not remembered.
         has_packed_attention: whether the model is set up for packs now.
-        prefixes_are_proved: whether documents that share prefixes have passed the probe.
+        feature_is_proved: whether packs with the feature have passed the probe.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PackedModel:
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
         shares_packs: bool = False,
-        shares_prefixes: bool = False,
+        feature: Feature = PLAIN,
         images: ImageExamples | None = None,
     ):
         self.model = model
@@ -101,8 +101,9 @@ class PackedModel:
         self._needs_varlen: str | None = None  # why only `packfix_varlen` can be used
         if shares_packs:
             self._needs_varlen = EXCHANGES
-        elif shares_prefixes:
+        elif feature.needs_lookup:
             self._needs_varlen = LOOKS_UP
+        self.feature = feature
         self.images = images
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
@@ -128,7 +129,7 @@ class PackedModel:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if choose().is_flash and not choose(needs_varlen=needs_varlen).is_flash:
-                    needs_varlen = None  # flash attention gains more than shared prefixes
+                    needs_varlen = None  # flash attention gains more than shared rows
         self.attention = choose(needs_varlen=needs_varlen)
         if self.images is not None:
             reason = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
@@ -142,8 +143,8 @@ class PackedModel:
         self._unpacked: UnpackedForward | UnpackedImages | None = None
 
     def _forget_proofs(self) -> None:
-        """Forget which shared prefixes and degrees were proved, because that was under another attention."""
-        self.prefixes_are_proved = False
+        """Forget whether the feature and which degrees were proved, because that was under another attention."""
+        self.feature_is_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
@@ -287,8 +288,8 @@ class PackedModel:
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
         """Probe the model with `degree` ranks that share each pack, or return the earlier report.
 
-        `prove` must have passed. If documents may share prefixes (`prove_prefixes` has passed), packs in which they do
-        are probed, too. All ranks must call this method.
+        `prove` must have passed. If `prove_feature` has passed, packs with the feature are probed, too. All ranks
+        must call this method.
 
         Raises:
             PackingLeakError: the model fails on shared packs. Nothing is repaired then.
@@ -304,22 +305,23 @@ class PackedModel:
             )
         report = self._report_probe(wrapped, degree)
         report.raise_if_leaking(self.on_leak)
-        if self.prefixes_are_proved:
-            prefix_report = self._report_probe(wrapped, degree, with_prefixes=True)
-            if not prefix_report.passed:
+        if self.feature_is_proved:
+            feature = self.feature
+            feature_report = self._report_probe(wrapped, degree, with_feature=True)
+            if not feature_report.passed:
                 raise PackingLeakError(
-                    f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
-                    f'{prefix_report.summary()}. Each of the two alone has passed. Set `share_prefixes="off"` or '
+                    f"{feature.documents_text.capitalize()} were packed, {degree} ranks shared the pack, and "
+                    f"{feature_report.summary()}. Each of the two alone has passed. Set {feature.off_text} or "
                     "`tokens_per_rank=None`."
                 )
         self._proved_degrees[degree] = report
         return report
 
-    def prove_prefixes(self, wrapped: nn.Module) -> str | None:
-        """Probe packs whose documents share prefixes. `prove` must have passed, and all ranks must call this method.
+    def prove_feature(self, wrapped: nn.Module) -> str | None:
+        """Probe packs with the feature. `prove` must have passed, and all ranks must call this method.
 
         Returns:
-            Why documents must be packed whole, or None if they may share prefixes.
+            Why packs cannot have the feature, or None if they can.
         """
         reason = self._why_not_share()
         rates = dropped_weights(text_config(base_model(self.model)))  # the probe runs without dropout
@@ -327,15 +329,15 @@ class PackedModel:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             try:
-                report = self._report_probe(wrapped, with_prefixes=True)
-                reason = None if report.passed else f"where documents share prefixes, {report.summary()}"
+                report = self._report_probe(wrapped, with_feature=True)
+                reason = None if report.passed else f"where {self.feature.packs_text}, {report.summary()}"
             except KernelError as error:
-                reason = f"where documents share prefixes, {' '.join(str(error).split())}"
-        self.prefixes_are_proved = reason is None
+                reason = f"where {self.feature.packs_text}, {' '.join(str(error).split())}"
+        self.feature_is_proved = reason is None
         return reason
 
     def _why_not_share(self) -> str | None:
-        """Return why ranks cannot share packs, nor documents prefixes, on this model; None if they can."""
+        """Return why ranks cannot share packs, nor documents rows, on this model; None if they can."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
@@ -344,7 +346,7 @@ class PackedModel:
             return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
         return None
 
-    def _report_probe(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
+    def _report_probe(self, wrapped: nn.Module, degree: int = 1, *, with_feature: bool = False) -> IsolationReport:
         """Run the leak probe, or recall the report of an equal probe of an earlier start.
 
         Raises:
@@ -359,14 +361,14 @@ class PackedModel:
                 degree,
                 images=self.images,
                 user_attention=attention.previous,
-                shares=with_prefixes,
+                feature=self.feature if with_feature else PLAIN,
             )
         )
         if self.recall is None or self.images is not None or self.repaired or self.is_unpacked:
             report = run_probe()
         else:
             hooks = [type(hook).__name__ for hook in self.own_hooks]
-            case = (with_prefixes, self.max_length, degree, attention.name, attention.previous, str(self.dtype), hooks)
+            case = (with_feature, self.max_length, degree, attention.name, attention.previous, str(self.dtype), hooks)
             report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
         agree_on_ranks((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)

@@ -32,8 +32,6 @@ from .parallel import SequenceParallel, Speeds
 from .schedule import Schedule, packs_of_steps
 from .units import Bins, Units
 
-FAMILY_ROOM_FACTOR = 8  # rows of a family's piece / rows of its first document; 4 or no limit take up to 10 % longer
-
 
 @dataclass(frozen=True)
 class GroupTimes:
@@ -86,27 +84,6 @@ class GroupTimes:
         """
         per_token, fixed = self.exchange(degree)
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
-
-
-def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Array:
-    """Return the most rows that the piece of a family may have if it begins with a document, shape (N,).
-
-    The piece may fill the smallest group that holds the document `FAMILY_ROOM_FACTOR` times, or the group of degree S,
-    to the share of the tokens to which packs are planned. In a smaller group, shared rows would be computed for few
-    documents; a larger group pays more for the exchange.
-
-    Args:
-        lengths: tokens of each document, shape (N,).
-        parallel: the degrees and tokens of the run.
-
-    >>> parallel = SequenceParallel(tokens_per_rank=100, smallest=4, degrees=(1, 2, 4), fill=0.95)
-    >>> room_of_families(np.array([10, 20, 130, 390]), parallel).tolist()
-    [95, 190, 380, 390]
-    """
-    group_sizes = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())  # tokens, for degrees to S
-    wanted = np.minimum(FAMILY_ROOM_FACTOR * lengths, group_sizes[-1])
-    room = group_sizes[np.searchsorted(group_sizes, wanted)]
-    return np.maximum((parallel.fill * room).astype(np.int64), lengths)
 
 
 @dataclass(frozen=True)

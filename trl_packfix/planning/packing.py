@@ -31,11 +31,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..feature import FIELDS, Feature, features_of
 from .arrays import Int64Array
 from .costs import LLAMA_7B, CostModel
 from .degrees import schedule_groups
 from .exact_fill import StreamPacker
-from .families import Pieces, SharePrefixes
 from .packs import PackPlan, plan_blocks
 from .parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
 from .schedule import Schedule, schedule_packs, schedule_steps
@@ -44,6 +44,7 @@ from .units import Balance, Bins, Synchronisation, Units
 
 ChangedSettings = dict[str, tuple[Any, Any]]
 """Settings that differ: config name -> (value before, value now)."""
+SharePrefixes = Literal["off", "pack", "family"]
 
 
 class OnRestart(Enum):
@@ -160,10 +161,10 @@ class Packing:
             speeds=self.speeds or Speeds(),
         )
 
-    @property
-    def shares_families(self) -> bool:
-        """Whether documents that begin alike are planned as one unit."""
-        return self.share_prefixes == "family"
+    @cached_property
+    def feature(self) -> Feature:
+        """The feature of the run, which may plan several documents as one unit."""
+        return features_of(self)
 
     @property
     def capacity(self) -> int:
@@ -283,18 +284,11 @@ class Packing:
         """Deal units to slots so that every optimizer step has its documents of the unpacked run.
 
         Args:
-            units: the N documents, or families of documents that have the same step.
+            units: the N documents, or units of documents that have the same step.
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
         """
-        steps = np.arange(self.num_steps(len(order)) + 1)
-        if not isinstance(units, Pieces):
-            bounds = np.minimum(steps * self.unpacked_documents_per_step, len(order))
-            return schedule_steps(units, order, bounds, bins=self.bins)
-        # All documents of a unit have the same step, so the step of its first document is the step of the unit.
-        first_documents = units.order[units.offsets[:-1]]
-        step_of_units = self.unpacked_step_of_documents(order)[first_documents]
-        units_by_step = np.argsort(step_of_units, kind="stable")
-        bounds = np.searchsorted(step_of_units[units_by_step], steps)
+        step_of_documents = self.unpacked_step_of_documents(order)
+        units_by_step, bounds = units.in_steps(order, step_of_documents, self.num_steps(len(order)))
         return schedule_steps(units, units_by_step, bounds, bins=self.bins)
 
     # What restarts and caches compare
@@ -320,7 +314,8 @@ class Packing:
             for setting in fields(self)
             if result == "schedule" or _info_of(setting).decides_packs
         }
-        values["share_prefixes"] = self.shares_families  # "off" and "pack" have the same plans
+        for name, feature_field in FIELDS.items():  # other values have the same plans
+            values[name] = getattr(self, name) in feature_field.regrouping
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
 

@@ -183,8 +183,8 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     micro-batches as in the unpacked run.
 
     The units always fit. A step of S' = G * W slots has at most S' * B documents, where B is the batch size of the
-    unpacked run, each of at most `capacity / B` tokens. If the units are pieces (`families.py`), each document of a
-    piece but the first adds at most `capacity / B / 2` rows, so k documents have at most (k + 1) / 2 * capacity / B
+    unpacked run, each of at most `capacity / B` tokens. If units have several documents, each document of a
+    unit but the first adds at most `capacity / B / 2` rows, so k documents have at most (k + 1) / 2 * capacity / B
     rows.
 
     Args:

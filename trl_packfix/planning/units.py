@@ -1,9 +1,9 @@
 """What planning packs, units, and what it packs them into, bins. numpy only.
 
-A *unit* is planned as one thing: a document, with its images if it has any, or a family of documents that begin alike
-(`Pieces` in `families.py`). It has a number of rows, by which it fits into a bin, and a cost in FLOPs, by which bins
-are balanced. A *bin*, also called *slot*, is the place of one pack: one micro-batch of one rank, or of one group of
-ranks that share the pack. The *degree* is the number of ranks in the group; the cost of a unit depends on it.
+A *unit* is planned as one thing: a document, with its images if it has any, or several documents that a feature
+plans as one (a subclass of `Units`). It has a number of rows, by which it fits into a bin, and a cost in FLOPs, by
+which bins are balanced. A *bin*, also called *slot*, is the place of one pack: one micro-batch of one rank, or of one
+group of ranks that share the pack. The *degree* is the number of ranks in the group; the cost of a unit depends on it.
 
 `data/epochs.py` makes units from the lengths of documents, and `Packing` makes the bins from the settings. After
 planning, units are replaced by their documents. Letters: U units, S slots of an optimizer step.
@@ -45,7 +45,7 @@ class Bins:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """U units, each of which is one document. `Pieces` is the subclass for families of documents.
+    """U units, each of which is one document. Features that plan several documents as one have a subclass.
 
     >>> Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0])).costs().tolist()
     [12.0, 47.0]
@@ -69,6 +69,23 @@ class Units:
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
         """Return the FLOPs of each unit in the language model, shape (U,)."""
         return cost_model(self.rows)
+
+    def in_steps(
+        self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the units in the order of the optimizer steps that their documents must keep.
+
+        Args:
+            order: document numbers in the order in which the unpacked run visits them, shape (N,).
+            step_of_documents: the step of each document, by its number, shape (N,); -1 for a document without a step,
+                which is visited last.
+            num_steps: the number of steps.
+
+        Returns:
+            The units, shape (U,); and where the units of each step begin in them, shape (num_steps + 1,).
+        """
+        num_reached = int((step_of_documents >= 0).sum())
+        return order, np.searchsorted(step_of_documents[order[:num_reached]], np.arange(num_steps + 1))
 
     def visiting_order(self, order: Int64Array) -> Int64Array:
         """Return the order in which units are visited, made from a random order; both shape (U,)."""

@@ -21,7 +21,6 @@ from ..version import libraries_newer_than_tested
 from .numbers import PlanSample
 from .packs import first_packs
 from .report import PackingReport
-from .savings import planned_savings
 from .sections import ImageNumbers, LengthHistogram, SharedPacks
 
 if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
@@ -86,7 +85,7 @@ def make_report(
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(unit_schedule, units.costs(), synchronisation),
-        prefixes=planned_savings(planner),
+        prefixes=packing.feature.report_part(planner),
         shared=shared,
         images=ImageNumbers.of_table(planner),
         ledger=documents.ledger,

@@ -108,17 +108,15 @@ def _unpacked_text(report: PackingNumbers) -> str:
     ratio = report.documents_per_step / documents
     if ratio < 1.1:  # the learning rate would be at most 1.05 times as high
         return f"about {documents:,} documents per step, too: no setting has to change"
-    # Documents of a family are not independent of each other, so a step counts as many documents as it has families.
     independent_ratio = ratio
-    families = ""
+    independent_text = ""
     alternative = report.groups.alternative_text
-    if report.prefixes is not None and report.prefixes.families_per_step is not None:
-        per_step = report.prefixes.families_per_step
+    independent = None if report.prefixes is None else report.prefixes.independent_documents(documents)
+    if independent is not None:
+        per_step, independent_text, alternative = independent
         independent_ratio = per_step / documents
-        alternative = '; or share_prefixes="pack"'
-        families = f"{per_step:,.1f} families per step (unpacked: {documents:,} documents): "
     rate = f"learning_rate x {independent_ratio**0.5:.1f}" if independent_ratio > 1.1 else "keep learning_rate"
-    return f"{families}{rate}, settings in steps / {ratio:.1f}{alternative}"
+    return f"{independent_text}{rate}, settings in steps / {ratio:.1f}{alternative}"
 
 
 def _cuts_lines(report: PackingNumbers) -> Lines:

@@ -14,8 +14,8 @@ from ..data.documents import Ledger
 from ..planning.strategies import Strategy
 from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
+from .feature_part import FeaturePart
 from .packs import ShownPack
-from .savings import PrefixSavings
 from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 
 if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
@@ -64,7 +64,7 @@ class PackingNumbers:
     unpacked_loss: float = 1.0
     imbalance: float | None = None
     shared: SharedPacks | None = None
-    prefixes: PrefixSavings | None = None
+    prefixes: FeaturePart | None = None
     images: ImageNumbers | None = None
     turns: PerTurnCounts | None = None
     trained: TrainedSummary | None = None
@@ -106,11 +106,9 @@ class PackingNumbers:
         return self.shared or OwnPacks(self.capacity, self.batch_size)
 
     @property
-    def shared_prefixes(self) -> PrefixSavings | None:
+    def shared_prefixes(self) -> FeaturePart | None:
         """What shared prefixes save; None if the run shares none."""
-        if self.prefixes is None or self.prefixes.setting == "off" or self.prefixes.refused is not None:
-            return None
-        return self.prefixes
+        return self.prefixes if self.prefixes is not None and self.prefixes.is_used else None
 
     @property
     def unpacked_documents(self) -> int:

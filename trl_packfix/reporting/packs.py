@@ -182,14 +182,12 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     cu_seq_lens = None
     cu_seq_lens_k = []
     shared = [0] * len(rows)
-    if packing.share_prefixes != "off":
-        from ..data.prefix_collator import PrefixCollator  # here, because it imports torch, which takes seconds
-        from ..layout import LAYOUT_KEY
-
-        prefix_collator = PrefixCollator(compare=reader.compare)
-        training_batch = prefix_collator(rows)
-        if LAYOUT_KEY in training_batch:  # documents share rows
-            order, shared, _ = prefix_collator.order_documents(rows)
+    collator = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
+    if collator.shares:
+        training_batch = collator(rows)
+        order, row_shares, _ = collator.order_documents(rows)
+        if any(row_shares):
+            shared = row_shares
             numbers = numbers[order]
             rows = [rows[i] for i in order]
             cu_seq_lens = training_batch["cu_seq_lens_q"].tolist()

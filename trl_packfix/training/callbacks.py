@@ -34,7 +34,6 @@ from ..attention.choice import head_dim
 from ..attention.dense import LONG_DOCUMENT
 from ..attention.models import base_model, head_counts, text_config
 from ..attention.packed_forward import ATTENTION_NAME
-from ..attention.runs import COPIED_BYTES
 from ..compat import callbacks_left_out, walk_modules
 from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..isolation.isolation_report import IsolationReport
@@ -50,7 +49,7 @@ from .lm_head import check_fused_head
 from .loading import TrainingData
 from .objective import Objective
 from .progress import proof_status
-from .proofs import prove_degrees, prove_prefixes
+from .proofs import prove_degrees, prove_feature
 from .step_comparison import StepComparison
 from .trainer_view import TrainerView
 
@@ -145,7 +144,7 @@ class BeforeFirstStep(TrainerCallback):
         with trainer.compute_loss_context_manager(), layers_uncompiled(trainer.args):
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
-        prove_prefixes(trainer, self._data, trainer.model_wrapped)
+        prove_feature(trainer, self._data, trainer.model_wrapped)
         prove_degrees(trainer, self._data.source.degrees)
         logger.warning(
             f"Modules of {type(base_model(trainer.model)).__name__} were changed before optimizer step "
@@ -172,8 +171,9 @@ class BeforeFirstStep(TrainerCallback):
             text += backward_note(trainer.model, report.most_documents)
             if attention.name == ATTENTION_NAME and args.device.type == "cuda" and report.max_length >= LONG_DOCUMENT:
                 text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
-            if self._data.shares_prefixes:
-                text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
+            if self._data.shares_rows:
+                feature = packed_model.feature
+                text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
         tried = experimental_choices(RunSettings(args=args, model=model))
         first_step = step.text + describe_hooks(model)
         report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=tried)
@@ -201,7 +201,7 @@ class BeforeFirstStep(TrainerCallback):
             )
 
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
-        """Prove isolation, shared prefixes and packs that ranks share; compare the first step with unpacked training.
+        """Prove isolation, the feature and packs that ranks share; compare the first step with unpacked training.
 
         If documents are isolated and the first step differs all the same, the model is unpacked, unless a setting
         forbids it, and compared again.
@@ -211,16 +211,16 @@ class BeforeFirstStep(TrainerCallback):
         packed_model = self._trainer.packed_model
         with trainer.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(trainer.model_wrapped)
-        reason = prove_prefixes(trainer, self._data, trainer.model_wrapped)
+        reason = prove_feature(trainer, self._data, trainer.model_wrapped)
         report = trainer.packing_report
         if reason is not None and report is not None and report.prefixes is not None:
-            trainer.packing_report = replace(report, prefixes=replace(report.prefixes, refused=reason))
+            trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(reason))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
             prove_degrees(trainer, self._data.source.degrees)
             step = self._first_step.compare()
-        # Documents that share a prefix, or packs that ranks share, cannot run as rows of a padded batch
-        is_shared = self._data.shares_prefixes or max(self._data.source.degrees, default=1) > 1
+        # Documents that share rows, or packs that ranks share, cannot run as rows of a padded batch
+        is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
         if step.problem is not None and args.on_leak != "raise" and not (is_shared or packed_model.is_unpacked):
             isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
             unpacked = self._first_step.compare() if isolation.passed else step

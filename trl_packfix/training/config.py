@@ -26,8 +26,9 @@ from transformers import TrainingArguments
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
 from ..data.documents import Overlong, TruncationMode
+from ..feature import features_of
 from ..isolation.packed_model import OnLeak
-from ..planning.families import SharePrefixes
+from ..planning.packing import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from ..samples.turns import AssistantTurns
@@ -370,6 +371,7 @@ def check_config(args: SFTConfig) -> None:
         if needs_max_length or args.max_length is not None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
+    features_of(args)  # refuses a feature whose folder is missing
     refuse_conflicts(RunSettings(args=args))
 
 

@@ -30,13 +30,14 @@ from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents, Overlong
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
 from ..data.row_values import SOURCES, RowValuesCollator, read_row_values
+from ..feature import Feature, features_of
 from ..layout import layout_of
 from .checks import check_prepared
 from .images import check_padded_images
 from .loading import TrainingData
 from .objective import Objective
 from .planner import make_planner
-from .proofs import prove_degrees, prove_prefixes
+from .proofs import prove_degrees, prove_feature
 from .same_data import check_same_documents
 from .totals import EvaluationTotals, scores_of
 from .trainer_view import TrainerPart, TrainerView
@@ -124,25 +125,18 @@ class Evaluation(TrainerPart):
             with packed_model.attending(), self._trainer.compute_loss_context_manager():
                 if packed_model.isolation is None:
                     packed_model.prove(self._trainer.model)
-            if not packed_model.prefixes_are_proved:
-                prove_prefixes(self._trainer, self._data, self._trainer.model)
+            if not packed_model.feature_is_proved:
+                prove_feature(self._trainer, self._data, self._trainer.model)
         return packed_model.is_proved
 
     @property
-    def _shares_evaluation(self) -> bool:
-        """Whether packs of an evaluation share prefixes.
+    def _feature(self) -> Feature:
+        """The feature of packs of an evaluation.
 
-        They cannot with a loss of the user, which expects one label per position.
+        Documents cannot share rows with a loss of the user, which expects one label per position.
         """
-        return self._data.shares_prefixes and self.is_exact
-
-    @property
-    def _plans_families(self) -> bool:
-        """Whether documents with a common beginning are planned into the same pack.
-
-        Documents with images are not: to sort them, all images would have to be processed.
-        """
-        return self._shares_evaluation and self.args.share_prefixes == "family" and not self._data.packs_images
+        shares = self._data.shares_rows and self.is_exact
+        return features_of(self.args).in_evaluation(packs_images=self._data.packs_images, shares=shares)
 
     def _rows(self, dataset: Dataset) -> DocumentDataset:
         """Return the documents of a set, with their sources if the set has the column. Refuse bad sources."""
@@ -158,7 +152,7 @@ class Evaluation(TrainerPart):
             overlong,
             truncation_mode=args.truncation_mode,
             keep_untrained=True,
-            sorts_tokens=self._plans_families,
+            feature=self._feature,
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
         pad_token_id = self._trainer._tokenizer.pad_token_id
@@ -251,10 +245,10 @@ class Evaluation(TrainerPart):
                 drop_last=False,
                 shuffle=False,
                 degrees=self._data.source.degrees,  # the numbers of ranks per pack with which the model is proved
-                share_prefixes="family" if self._plans_families else "off",
+                **self._feature.settings,
             )
             sampler = PackedBatchSampler(planner, ranks.rank)
-            collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
+            collate = self._data.packed_collator(args.eval_batch_size, self._feature)
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)

@@ -44,9 +44,8 @@ from ..attention.models import base_model
 from ..data.rank_share import RankShare
 from ..data.row_values import WEIGHTS
 from ..isolation.gradients import SMALL_SHARE, gradient_products, largest_gap, relative_gaps
-from ..isolation.image_probe import ImageDocument
+from ..isolation.image_probe import ImageDocument, make_probe
 from ..isolation.isolation_report import PackingLeakError
-from ..isolation.prefix_probe import make_probe
 from ..isolation.ties import FirstOfTies
 from ..layout import IGNORE_INDEX
 from .compiled_layers import layers_uncompiled
@@ -536,7 +535,7 @@ class FirstStep:
         noise_amplitudes = {
             hook: hook.alpha for hook in trainer.packed_model.own_hooks if isinstance(hook, DocumentNoise)
         }
-        objective.totals = TrainingTotals(totals.sources, totals.shares_prefixes)
+        objective.totals = TrainingTotals(totals.sources, totals.shares_rows)
         try:
             with trainer.packed_model.attending(), probe.undisturbed():
                 for document_noise in noise_amplitudes:

@@ -28,10 +28,10 @@ from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows
 from ..data.loaders import PaddedCollator
 from ..data.model_costs import vision_tower, with_tower
-from ..data.prefix_collator import Compare
 from ..data.reader import RowReader, TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import StreamTokens, read_whole, refuse_empty
+from ..layout import Compare
 from ..planning.costs import CostModel
 from ..samples.checks import check_conversations, columns_of, has_images
 from ..samples.conversation import plain_tokenizer

@@ -36,7 +36,6 @@ from ..data.collator import PackedDataCollator
 from ..data.documents import drop_untrained, make_documents
 from ..data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
-from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import (
     SOURCES,
@@ -45,6 +44,7 @@ from ..data.row_values import (
     check_row_values,
 )
 from ..data.threads import wait_for_threads_at_exit
+from ..feature import PLAIN, Feature, features_of
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..reporting.report import is_on_hub
@@ -110,7 +110,7 @@ class TrainingData(TrainerPart):
             trainer.padding_free = True
             if self.packs_images:
                 self.images = ImageData(trainer)
-            collate = self.packed_collator(args.per_device_train_batch_size, args.share_prefixes != "off")
+            collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
             self._rows = collate.rows
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
@@ -225,14 +225,16 @@ class TrainingData(TrainerPart):
         trainer = self._trainer
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:  # `auto_find_batch_size` may have lowered the capacity
-            collate = self.packed_collator(trainer._train_batch_size, self.shares_prefixes)
+            collate = self.packed_collator(
+                trainer._train_batch_size, features_of(self.args) if self.shares_rows else PLAIN
+            )
         if keys:
             collate = RowValuesCollator(collate, {key: key for key in keys}, names_sources=names_sources)
         # On CUDA the documents of a pack are sorted by length, and attention is launched on groups of them. With
         # `torch_compile` they are not, because the compiler would trace each grouping anew.
         return ByLength(collate) if self.args.device.type == "cuda" and not self.args.torch_compile else collate
 
-    def packed_collator(self, batch_size: int, shares: bool) -> PackCollator:
+    def packed_collator(self, batch_size: int, feature: Feature) -> PackCollator:
         """Return the collator of packs of up to `batch_size * max_length` tokens.
 
         With `pad_documents_to_multiple_of`, every pack is padded to the capacity, so that all packs have one length.
@@ -245,29 +247,28 @@ class TrainingData(TrainerPart):
             assert longest is not None  # `SFTConfig` requires it
             capacity = args.tokens_per_rank or batch_size * longest  # tokens on a rank
             multiple = -(-capacity // (multiple or 1)) * (multiple or 1)
-        rows = PrefixCollator(
-            multiple,
-            self._trainer._tokenizer.pad_token_id,
-            args.pad_documents_to_multiple_of,
-            longest,
+        plain = PackedDataCollator(
+            multiple, self._trainer._tokenizer.pad_token_id, args.pad_documents_to_multiple_of, longest
+        )
+        rows = feature.make_collator(
+            plain,
             # A router sees every token, also one on whose output no document is trained
             keeps_last_rows=self._trainer.aux_loss_enabled,
-            shares=shares,
             compare=self.images.compare,
         )
         return PackCollator(rows, self.images.of_packs())
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether packs share the common beginnings of their documents.
+    def shares_rows(self) -> bool:
+        """Whether documents of packs share rows.
 
         Set it to False where the model cannot, before the first batch is collated: loaders read it when they begin to
         iterate, because only then do their workers start.
         """
         return self._rows.shares
 
-    @shares_prefixes.setter
-    def shares_prefixes(self, shares: bool) -> None:
+    @shares_rows.setter
+    def shares_rows(self, shares: bool) -> None:
         self._rows.shares = shares
 
     @property
@@ -303,7 +304,7 @@ class TrainingData(TrainerPart):
             enforce_flash_attention=args.enforce_flash_attention,
             own_hooks=hooks,
             shares_packs=args.tokens_per_rank is not None,
-            shares_prefixes=args.share_prefixes != "off",
+            feature=features_of(args),
             images=self.images.examples,
         )
         folder = self.source.cache_folder

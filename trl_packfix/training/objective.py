@@ -37,6 +37,7 @@ from ..attention.models import base_model
 from ..compat import parameters_summed_by_ranks, router_loss_coefficient
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import SOURCES, WEIGHTS
+from ..feature import features_of
 from ..layout import Layout, Sizes, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from ..samples.processor import sequence_sizes
@@ -74,7 +75,7 @@ class Objective(TrainerPart):
         score_tokens(base_model(trainer.model))
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
         check_router_loss(trainer)
-        self.totals = TrainingTotals(self._data.source.row_values.names, args.share_prefixes != "off")
+        self.totals = TrainingTotals(self._data.source.row_values.names, features_of(args).is_on)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             trainer.neftune_noise_alpha = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..data.documents import Overlong, TruncationMode
-from ..planning.families import SharePrefixes
+from ..planning.packing import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 

@@ -13,6 +13,7 @@ from ..data.cache import cached_documents
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader
+from ..feature import features_of
 from ..planning.costs import CostModel
 from ..planning.packing import CONFIG_NAMES, Packing
 from ..planning.parallel import Speeds
@@ -58,7 +59,7 @@ def documents_of(reader: RowReader, config: "SFTConfig | PlainSettings") -> Docu
         config.effective_overlong,
         truncation_mode=config.truncation_mode,
         wrapped=STRATEGIES[config.packing_strategy].cuts_blocks,
-        sorts_tokens=config.share_prefixes == "family",
+        feature=features_of(config),
     )
 
 

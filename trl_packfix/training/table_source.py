@@ -25,6 +25,7 @@ from ..data.epochs import EpochPlanner, ResumePoint
 from ..data.loaders import DocumentDataset, PackedBatchSampler
 from ..data.reader import RowReader
 from ..data.row_values import read_row_values
+from ..feature import FIELDS, regroups
 from ..group import Group
 from ..planning.packing import REPLANNED_SETTINGS, ChangedSettings, Packing, compare_settings, describe_changes
 from ..planning.schedule import NO_DOCUMENTS, Schedule
@@ -42,7 +43,7 @@ from .trainer_view import TrainerView
 logger = logging.getLogger(__name__)
 
 # Optimizer steps may have the same documents though these settings changed. The hash of the steps decides.
-ADJUSTABLE = REPLANNED_SETTINGS | {"share_prefixes"}
+ADJUSTABLE = REPLANNED_SETTINGS | FIELDS.keys()
 SAMPLE_LABEL = "sample of every document"
 
 
@@ -272,20 +273,16 @@ def continue_planner(
                     "before; random numbers (dropout) and rounding differ."
                 )
             return {}
-        if (
-            trained is not None
-            and changed.keys() & REPLANNED_SETTINGS
-            and "family" not in changed.get("share_prefixes", ())
-        ):
+        if trained is not None and changed.keys() & REPLANNED_SETTINGS and not regroups(changed):
             step = state["global_step"]
             is_whole = not state["steps_left"]
             planner.resume_at(
                 ResumePoint(epoch + 1, step) if is_whole else ResumePoint(epoch, first_step, step - first_step, trained)
             )
             return changed
-    if fixed or "family" in changed.get("share_prefixes", ()):
+    if fixed or regroups(changed):
         remedy = "Set them back"
-    elif changed.keys() - {"share_prefixes"}:  # "off" and "pack" plan the same steps
+    elif changed.keys() - FIELDS.keys():  # values that do not regroup plan the same steps
         slots = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
             f"The checkpoint has no `{checkpoints.TRAINED_FILE}`, from which the rest could be planned anew. "

@@ -59,7 +59,7 @@ class TrainingTotals:
 
     Args:
         sources: names of the sources by which losses are summed.
-        shares_prefixes: whether packs compute the common beginning of documents once, so that the log says which share
+        shares_rows: whether packs compute rows that documents share once, so that the log says which share
             of the tokens is computed.
 
     Attributes:
@@ -76,8 +76,8 @@ class TrainingTotals:
     OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
     OF_OUTPUTS = ("entropy", "correct", "scored", "aux_loss")  # `scored` is the number of labels
 
-    def __init__(self, sources: Sequence[str] = (), shares_prefixes: bool = False) -> None:
-        self.shares_prefixes = shares_prefixes
+    def __init__(self, sources: Sequence[str] = (), shares_rows: bool = False) -> None:
+        self.shares_rows = shares_rows
         self.set_sources(sources)
 
     def set_sources(self, sources: Sequence[str], stream_sources: StreamSources | None = None) -> None:
@@ -214,7 +214,7 @@ class TrainingTotals:
             "aux_loss": sums["aux_loss"] / max(sums["micro_batches"], 1.0),
         }
         speed = {}
-        if self.shares_prefixes:
+        if self.shares_rows:
             speed["computed_share"] = round(sums["computed"] / max(sums["tokens"], 1.0), 4)
         if sums["flops"] and elapsed:
             tflops = sums["flops"] / elapsed / num_ranks / 1e12

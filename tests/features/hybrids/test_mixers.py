@@ -21,12 +21,12 @@ from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.mixer_support import MIXER_FUNCTIONS, mixer_places
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, this_thread
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.features.hybrids import mixers, prefixes
 from trl_packfix.features.hybrids.support import MIXER_REPLACEMENTS, MIXERS
+from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.features.prefixes.probe import PrefixProbe
 from trl_packfix.group import Group
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.prefix_probe import PrefixProbe
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 
 # Functions of the same packages that only generation calls
@@ -291,7 +291,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         monkeypatch.setattr(mixers, "_rows_with_context", without_prefix)
     else:
         monkeypatch.setattr(prefixes, "levels_of", wrong)
-    assert packed.prove_prefixes(model) is not None
+    assert packed.prove_feature(model) is not None
     if fault == "parents":
         examples = PrefixProbe.examples
 
@@ -300,7 +300,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
             return documents[:-2], [variant[:-2] for variant in variants]
 
         monkeypatch.setattr(PrefixProbe, "examples", one_tree)
-        assert packed.prove_prefixes(model) is None
+        assert packed.prove_feature(model) is None
 
 
 def turns_of(num_turns, generator):

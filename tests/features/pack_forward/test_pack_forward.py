@@ -25,9 +25,9 @@ from transformers import BertConfig, BertForSequenceClassification, DynamicCache
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.features.pack_forward import packed_rows
 from trl_packfix.features.pack_forward.packed_rows import pack_rows
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
 pytestmark = pytest.mark.slow

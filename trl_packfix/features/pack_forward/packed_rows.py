@@ -38,7 +38,7 @@ from ...attention.kernel_errors import KernelError
 from ...attention.models import base_model, below_head, text_config
 from ...attention.packed_forward import CACHE_NAMES
 from ...data.collator import PackedDataCollator
-from ...data.prefix_collator import PrefixCollator
+from ...feature import PLAIN, find_folder
 from ...isolation.isolation_report import PackingLeakError
 from ...isolation.packed_model import OnLeak, PackedModel
 from ...isolation.probe import SMALLEST_ROUNDING, Probe
@@ -174,7 +174,9 @@ class PackedRows(AroundCalls):
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
             )
         self.shares = shares
-        self.collate: PackedDataCollator = PrefixCollator(keeps_last_rows=True) if shares else PackedDataCollator()
+        folder = find_folder("prefixes") if shares else None  # without the folder, rows share nothing
+        feature = PLAIN if folder is None else folder.FEATURE("pack")
+        self.collate: PackedDataCollator = feature.make_collator(PackedDataCollator(), keeps_last_rows=True)
         self.packed_model = PackedModel(
             model,
             dtype,
@@ -183,7 +185,7 @@ class PackedRows(AroundCalls):
             on_leak=on_leak,
             enforce_flash_attention=enforce_flash_attention,
             own_hooks=[self],
-            shares_prefixes=shares,
+            feature=feature,
         )
         self.refusal: str | None = None
         self.sharing_refusal: str | None = None
@@ -222,7 +224,7 @@ class PackedRows(AroundCalls):
             elif not packed.is_proved:
                 self._refuse_packs(report.summary())
             elif self.shares:
-                reason = packed.prove_prefixes(wrapped)
+                reason = packed.prove_feature(wrapped)
                 if reason is not None:
                     self._share_nothing(reason)
         except KernelError as error:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import select_attention
+from support.shared_rows import pack_of
 from support.strict_varlen import StrictVarlen
 from test_attention import MODELS, largest_gradient_error
 from torch import nn
@@ -16,11 +17,11 @@ from trl_packfix.attention import flash, runs, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
+from trl_packfix.attention.packed_forward import packed_forward_entered, this_thread
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
 # The kernels
@@ -28,10 +29,6 @@ from trl_packfix.layout import LAYOUT_KEY
 
 def packed(documents, **settings):
     return PrefixCollator(min_shared=1, **settings)([{"input_ids": tokens} for tokens in documents])
-
-
-def pack_of(batch):
-    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention())
 
 
 def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None):

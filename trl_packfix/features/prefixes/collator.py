@@ -1,7 +1,7 @@
 """Collate documents of a pack so that a beginning that several documents share is computed once.
 
-`PrefixCollator` takes the documents of one pack from `DocumentDataset` (`loaders.py`), as `PackedDataCollator`
-(`collator.py`) does, and makes the batch for the model. `attention/runs.py` computes attention on such batches.
+`PrefixCollator` takes the documents of one pack from `DocumentDataset` (`data/loaders.py`), as `PackedDataCollator`
+(`data/collator.py`) does, and makes the batch for the model. `attention/runs.py` computes attention on such batches.
 
 Words:
     row     one position of the pack: a token that passes through the model. A shared row belongs to several documents.
@@ -22,7 +22,7 @@ documents have A B C in common, and share A B.
     num_documents  2 2 1 1 | 1 1 1           number of documents with a trained token that each row belongs to
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..layout import LAYOUT_KEY, ComparedContent, SharedRowsLayout
-from ..planning.families import MIN_SHARED, share_order
-from .collator import IGNORE_INDEX, DocumentRun, PackedDataCollator, cu_seq_lens, position_ids, seq_idx
-
-Compare = Callable[[Sequence[dict[str, Any]]], list[ComparedContent]]
+from ...data.collator import IGNORE_INDEX, DocumentRun, PackedDataCollator, cu_seq_lens, position_ids, seq_idx
+from ...layout import LAYOUT_KEY, Compare, ComparedContent, SharedRowsLayout
+from .families import MIN_SHARED, share_order
 
 
 @dataclass

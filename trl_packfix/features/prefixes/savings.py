@@ -5,21 +5,23 @@ Documents that begin with the same tokens can compute the rows of their common b
 unit, a *family*, so they are in one pack. With "off" they compute all rows. A saving is given as the share of tokens,
 or FLOPs, that is still computed: rows computed / tokens of the documents.
 
-`planned_savings` is called by `build.py` for every report, and reads no token: with "family", the order of the
+`PrefixSharing.report_part` calls `planned_savings` for every report. It reads no token: with "family", the order of the
 documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts the
 tokens of some packs (for "pack") and of some *stretches*, documents that follow each other in the table (for "family").
 With images, it processes the images of a few packs. In training, the log has what was really computed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..data.documents import token_order
-from ..data.epochs import EpochPlanner
-from ..data.reader import RowReader, TokenReader
-from ..planning.arrays import Int64Array
-from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
+from ...data.epochs import EpochPlanner
+from ...data.reader import RowReader, TokenReader
+from ...planning.arrays import Int64Array
+from ...planning.packing import SharePrefixes
+from ...planning.token_order import TokenOrder
+from .families import Pieces, make_family_pieces, shared_by_neighbours
+from .tokens import token_order
 
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
 NUM_IMAGE_PACKS = 4  # packs whose images are processed to estimate what "pack" saves
@@ -43,6 +45,24 @@ class PrefixSavings:
     num_families: int | None = None  # families of these documents
     families_per_step: float | None = None  # with "family", the mean number of families in an optimizer step
     refused: str | None = None  # why the model cannot share prefixes, although the setting is "pack"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether documents of the run share rows."""
+        return self.setting != "off" and self.refused is None
+
+    def refuse(self, reason: str) -> "PrefixSavings":
+        """Return these savings for a model that cannot share prefixes."""
+        return replace(self, refused=reason)
+
+    def independent_documents(self, unpacked_documents: int) -> tuple[float, str, str] | None:
+        """Return the number of families in a step, a text that says so, and a setting without families."""
+        # Documents of a family are not independent, so a step counts as many documents as it has families.
+        per_step = self.families_per_step
+        if per_step is None:
+            return None
+        text = f"{per_step:,.1f} families per step (unpacked: {unpacked_documents:,} documents): "
+        return per_step, text, '; or share_prefixes="pack"'
 
     def line(self, num_documents: int, unpacked_documents: int, step_size_settings: str) -> str | None:
         """Return the text of the line on prefixes; None if sharing would save too little.
@@ -91,10 +111,11 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     Returns:
         The savings; None if the run shares nothing. With "pack", only the setting is known.
     """
-    if planner.packing.share_prefixes == "off":
+    setting = planner.packing.share_prefixes
+    if setting == "off":
         return None
-    if not planner.packing.shares_families:
-        return PrefixSavings("pack")
+    if setting == "pack":
+        return PrefixSavings(setting)
     schedule = planner.schedule(0)
     tokens = planner.documents.tokens
     pieces = planner.units()
@@ -123,7 +144,12 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         "pack": for "off", the images would have to be processed just to estimate.
     """
     if reader.image_counts is not None and planner.packing.share_prefixes == "pack":
-        return _estimated_with_images(planner, reader)
+        from .images import computed_with_images  # here, because it imports torch, which takes seconds
+
+        slots = _spaced_slots(planner.schedule(0).offsets, NUM_IMAGE_PACKS)
+        rows, flops, images = computed_with_images(planner, reader, slots)
+        num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
+        return PrefixSavings("pack", rows, flops, in_packs=rows, images=images, num_packs=num_packs)
     if not isinstance(reader, TokenReader):
         return None
     schedule = planner.schedule(0)
@@ -143,7 +169,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         if is_sampled:
             first = np.linspace(0, len(documents) - STRETCH_LENGTH, NUM_STRETCHES).astype(np.int64)
             numbers = (first[:, None] + np.arange(STRETCH_LENGTH)).ravel()
-        pieces = planner.make_pieces(token_order(reader, documents, numbers))
+        pieces = make_family_pieces(planner, token_order(reader, documents, numbers))
         in_families = float(pieces.rows.sum() / documents.lengths[numbers].sum())
         num_families = pieces.num_families
     setting = planner.packing.share_prefixes
@@ -157,41 +183,6 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         num_documents=NUM_STRETCHES * STRETCH_LENGTH if is_sampled else None,
         num_families=num_families,
     )
-
-
-def _estimated_with_images(planner: EpochPlanner, reader: RowReader) -> PrefixSavings:
-    """Estimate what "pack" saves from a few packs, whose images are processed as in training."""
-    import torch
-
-    from ..data.prefix_collator import PrefixCollator
-    from ..layout import layout_of
-
-    schedule = planner.schedule(0)
-    documents = planner.documents
-    collate = PrefixCollator(compare=reader.compare)
-    image_costs = planner.image_costs
-    slots = _spaced_slots(schedule.offsets, NUM_IMAGE_PACKS)
-    totals = np.zeros(3)  # rows, FLOPs and images of whole documents
-    computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
-    for i in slots.tolist():
-        pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
-        rows_of_pack = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
-        batch, runs = collate.collate(rows_of_pack)
-        assert documents.image_count is not None, "the documents have no images"
-        lengths = documents.lengths[pack]
-        counts = documents.image_count[pack]
-        shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()
-        image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
-        for run in runs:
-            image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)
-        costs = planner.packing.cost_model(lengths)
-        saved_costs = planner.packing.cost_model(shared)
-        own_costs = costs - saved_costs + image_share * image_costs[pack]
-        totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
-        computed += [(lengths - shared).sum(), own_costs.sum(), (image_share * counts).sum()]
-    rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
-    num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
-    return PrefixSavings("pack", rows, flops, in_packs=rows, images=images, num_packs=num_packs)
 
 
 def _spaced_slots(offsets: Int64Array, num: int) -> Int64Array:

@@ -14,8 +14,9 @@ from transformers.utils import logging
 from trl_packfix.attention import choice as attention
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.attention.varlen import ATTENTION_NAME
-from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.isolation import prefix_probe
+from trl_packfix.features.prefixes import probe as prefix_probe
+from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
@@ -23,7 +24,7 @@ from trl_packfix.layout import LAYOUT_KEY
 
 
 def packed_model(model, **settings):
-    return PackedModel(model, model.dtype, "cpu", 64, shares_prefixes=True, **settings)
+    return PackedModel(model, model.dtype, "cpu", 64, feature=PrefixSharing("pack"), **settings)
 
 
 def foreign_key(batch):
@@ -68,13 +69,13 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     packed = packed_model(model)
     packed.prove(model)
     monkeypatch.setattr(prefix_probe, "PrefixCollator", Faulty)
-    found = check_packs(model, 64, shares=True)
+    found = check_packs(model, 64, feature=PrefixSharing("pack"))
     assert not (found.isolated and found.equal)
     assert found.max_difference > 100 * found.tolerance
-    packed.prefixes_are_proved = True  # as where only parts are wrong
+    packed.feature_is_proved = True  # as where only parts are wrong
     with pytest.raises(PackingLeakError, match=r"share prefixes were packed, 1 ranks shared.*off.*tokens_per_rank"):
         packed.prove_degree(model, 1)
-    assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
+    assert packed.prove_feature(model).startswith("where documents share prefixes, ")
 
 
 def test_the_probe_sees_keys_without_a_gradient():
@@ -93,7 +94,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     for layer in model.model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_shared)
         layer.self_attn.k_proj.register_forward_hook(detach_shared)
-    found = check_packs(model, 64, shares=True)
+    found = check_packs(model, 64, feature=PrefixSharing("pack"))
     assert found.equal
     assert found.max_difference < found.tolerance
     assert found.max_gradient > 1e-2
@@ -116,7 +117,7 @@ def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(mo
     packed.prove(model)
     assert packed.is_proved
     assert not packed.repaired
-    assert reason in packed.prove_prefixes(model)
+    assert reason in packed.prove_feature(model)
 
 
 def test_the_judge_sees_a_lost_prefix():
@@ -147,15 +148,15 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
     logging.set_verbosity_warning()
     _, whole = rows_trained(tmp_path / "off")
     run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
-    assert run.data.shares_prefixes
-    assert run.packed_model.prefixes_are_proved
+    assert run.data.shares_rows
+    assert run.packed_model.feature_is_proved
     assert all(a < b for a, b in zip(shared, whole, strict=True))
     bloom = zoo.build_model("bloom")
     bloom.resize_token_embeddings(300)
     with caplog.at_level("WARNING"):
         logging.get_logger("trl_packfix").propagate = True
         run, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
-    assert not run.data.shares_prefixes
+    assert not run.data.shares_rows
     assert unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text
     assert "repaired" in caplog.text
@@ -180,7 +181,7 @@ def test_a_trainer_refuses_where_documents_cannot_be_packed_whole(model, setting
 def test_evaluation_before_training_proves_first(tmp_path):
     run = trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
     shared = run.evaluate()["eval_loss"]
-    assert run.packed_model.prefixes_are_proved
+    assert run.packed_model.feature_is_proved
     whole = trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
     assert shared == pytest.approx(whole, rel=1e-6)
     assert shared > 1
@@ -192,7 +193,7 @@ def test_attention_that_looks_up_keys_is_chosen_on_cuda(users, monkeypatch):
     model.config._attn_implementation_internal = users
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(attention, "cuda_varlen_problem", lambda: None)
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, shares_prefixes=True)
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=PrefixSharing("pack"))
     assert packed.attention.name == ATTENTION_NAME
     assert packed.attention.is_flash
     assert ("does not look up" in packed.attention.reason) is ("flash" in users)

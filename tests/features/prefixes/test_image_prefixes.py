@@ -12,15 +12,16 @@ from ranks import faults
 from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, make
 
 from trl_packfix.attention.packed_forward import this_thread
-from trl_packfix.data.documents import token_order
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.features.prefixes.savings import estimated_savings
+from trl_packfix.features.prefixes.sharing import PrefixSharing
+from trl_packfix.features.prefixes.tokens import token_order
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.reporting.packs import first_packs
-from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.samples import processor
 
 pytestmark = pytest.mark.slow
@@ -122,7 +123,7 @@ def test_an_image_for_the_tower_alone_counts_nothing():
 
 def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
     model = build_model(family)
-    packed = PackedModel(model, torch.float32, "cpu", 512, shares_prefixes=True, images=examples_of(family))
+    packed = PackedModel(model, torch.float32, "cpu", 512, feature=PrefixSharing("pack"), images=examples_of(family))
     packed.prove(model)
     return model, packed
 
@@ -137,12 +138,13 @@ def test_the_probe_sees_images_of_others(fault):
         assert packed.is_proved, "documents packed whole are right"
         users = packed.attention.previous
         found, text = (
-            check_packs(model, 512, images=x, user_attention=users, shares=True) for x in (packed.images, None)
+            check_packs(model, 512, images=x, user_attention=users, feature=PrefixSharing("pack"))
+            for x in (packed.images, None)
         )
         assert not (found.isolated and found.equal)
         assert found.error is None
         assert max(found.max_change, found.max_difference) > 100 * found.tolerance
-        assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
+        assert packed.prove_feature(model).startswith("where documents share prefixes, ")
         assert text.isolated, "text alone shows nothing"
         assert text.equal, "text alone shows nothing"
 
@@ -165,7 +167,9 @@ def test_the_probe_sees_images_without_a_gradient():
     for layer in model.base_model.language_model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_images)
         layer.self_attn.k_proj.register_forward_hook(detach_images)
-    found = check_packs(model, 512, images=packed.images, user_attention=packed.attention.previous, shares=True)
+    found = check_packs(
+        model, 512, images=packed.images, user_attention=packed.attention.previous, feature=PrefixSharing("pack")
+    )
     assert found.equal
     assert found.max_gradient > 1e-2
     assert not found.isolated
@@ -189,7 +193,7 @@ def computed_rows(run) -> list[tuple[int, int, int]]:
         if len(pack):
             read = [run.data.source.reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
             pieces = np.unique(number[pack])
-            rows = run.data.packed_collator(1, shares=True)(read)["input_ids"].shape[1]
+            rows = run.data.packed_collator(1, PrefixSharing("pack"))(read)["input_ids"].shape[1]
             found.append((rows, int(units.rows[pieces].sum()), len(pieces)))
     return found
 
@@ -253,7 +257,7 @@ def test_training_computes_what_plan_estimates(family, tmp_path):
     run.get_batch_samples = counted
     run.train()
     shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
-    assert run.data.shares_prefixes
+    assert run.data.shares_rows
     assert max(seen) <= 3
     assert max(shares) < 0.7
     # of the three steps of an epoch; the fourth begins another

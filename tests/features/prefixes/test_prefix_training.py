@@ -13,7 +13,7 @@ from support.runs import trainer
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.training.flops import training_flops
@@ -87,7 +87,7 @@ class Refuses(TrainerCallback):
     """Do what a proof does that fails."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.data.shares_prefixes = False
+        self.trainer.data.shares_rows = False
 
 
 def test_switched_off_before_the_first_step_nothing_is_shared():

@@ -1,6 +1,6 @@
 """Find documents that begin with the same tokens, and plan such families as one unit.
 
-The tokens of all documents are sorted once (`sort_by_tokens`, called by `data/documents.py`). Then a document has its
+The tokens of all documents are sorted once (`sort_by_tokens`, called by `tokens.py`). Then a document has its
 longest common beginning with the document before it, its *neighbour*. In a pack the rows of a common beginning are
 computed once, for the first document that has it; a later document *shares* them and adds only its remaining rows, its
 *run*:
@@ -12,7 +12,7 @@ In attention, a run reads the *keys* of all tokens of its document, shared ones 
 A token can be shared only if the next token is the same, too, because every row predicts one next token. So the common
 beginning A B C has two shared rows, and C has two rows of its own.
 
-With `share_prefixes="family"` this module also makes the units of planning (`make_pieces`, called by `data/epochs.py`).
+With `share_prefixes="family"` this module also makes the units of planning (`make_pieces`, called by `sharing.py`).
 Neighbours that share at least half of the longer document are a *family*. A family is one unit, or several *pieces* if
 it does not fit into a pack; every unit is a piece. A piece has sum(length) - sum(shared) rows. It costs
 sum(cost(length)) - sum(cost(shared)), because the cost of a document is a sum over its positions.
@@ -25,16 +25,16 @@ Letters: N documents, M of them sorted, P pieces.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array
-from .costs import CostModel
-from .units import Units
-
-SharePrefixes = Literal["off", "pack", "family"]
+from ...data.epochs import EpochPlanner
+from ...planning.arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array
+from ...planning.costs import CostModel
+from ...planning.parallel import SequenceParallel
+from ...planning.token_order import TokenOrder
+from ...planning.units import Units
 
 MIN_SHARED = 16
 """Documents share no rows if they could share fewer than this: more keys would be read than rows are saved."""
@@ -45,6 +45,8 @@ TARGETS_PER_CAPACITY = 16
 
 All trained tokens of a piece are in one optimizer step.
 """
+
+FAMILY_ROOM_FACTOR = 8  # rows of a family's piece / rows of its first document; 4 or no limit take up to 10 % longer
 
 NUM_KEY_TOKENS = 2**22  # tokens of all documents that are compared at a time: 16 MiB
 NUM_KEY_TOKENS_OF_PACK = 2**13  # as `NUM_KEY_TOKENS`, to sort the documents of one pack
@@ -92,52 +94,6 @@ def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: in
     is_copy = (common == lengths) & (common == lengths_before)
     shared = np.where(is_copy, common, np.maximum(common - 1, 0))
     return np.where(shared >= min_shared, shared, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenOrder:
-    """Documents sorted by their tokens, and copies by their number.
-
-    A document comes *after* the longer documents that begin with all of its tokens. It then adds one row to them: its
-    last token, which predicts nothing.
-    """
-
-    order: Int64Array  # numbers of the documents, shape (M,)
-    common: Int64Array  # tokens in the common beginning of each document and its neighbour, shape (M,); the first has 0
-
-    def within(self, groups: Int64Array) -> "TokenOrder":
-        """Return the documents of each group sorted by their tokens, group after group.
-
-        The first document of a group has nothing in common with the last one of the group before. No token is read: two
-        documents have as many common tokens as the neighbours between them have at least.
-
-        Args:
-            groups: number of the group of each document, by its number; documents of group -1 are omitted.
-
-        >>> tokens = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
-        >>> two_groups = tokens.within(np.array([5, 2, 5, 2]))
-        >>> two_groups.order.tolist(), two_groups.common.tolist()
-        ([1, 3, 0, 2], [0, 4, 0, 4])
-        """
-        # First sort by group, which leaves the order inside each group. Places are indices into `self.order`.
-        group = groups[self.order]
-        places = np.argsort(group, kind="stable")
-        places = places[np.searchsorted(group[places], 0) :]
-        group = group[places]
-        # Then find the minimum of `self.common` behind the place of one document up to the place of the next.
-        common = np.zeros(len(places), dtype=np.int64)
-        has_neighbour = np.flatnonzero(group[1:] == group[:-1]) + 1
-        first = places[has_neighbour - 1] + 1
-        stop = places[has_neighbour] + 1
-        # The minimum of a range is the minimum over two ranges that cover it, each of `size` values, a power of two.
-        minima = self.common
-        level = np.frexp(stop - first)[1] - 1
-        for i in range(int(level.max(initial=-1)) + 1):
-            at_level = level == i
-            size = 1 << i
-            common[has_neighbour[at_level]] = np.minimum(minima[first[at_level]], minima[stop[at_level] - size])
-            minima = np.minimum(minima[:-size], minima[size:])
-        return TokenOrder(self.order[places], common)
 
 
 def sort_by_tokens(
@@ -241,6 +197,14 @@ class Pieces(Units):
         piece = piece_of_documents[documents]
         is_first = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
         return piece[is_first], np.concatenate([[0], np.cumsum(is_first)])[offsets]
+
+    def in_steps(
+        self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
+    ) -> tuple[Int64Array, Int64Array]:
+        # All documents of a piece have the same step, so the step of its first document is the step of the piece.
+        step_of_pieces = step_of_documents[self.order[self.offsets[:-1]]]
+        pieces = np.argsort(step_of_pieces, kind="stable")
+        return pieces, np.searchsorted(step_of_pieces[pieces], np.arange(num_steps + 1))
 
     def visiting_order(self, order: Int64Array) -> Int64Array:
         """Change a random order so that pieces of copies are far apart and share no pack; both shape (P,)."""
@@ -389,3 +353,44 @@ def _cut_families(
             cuts.append(place)
             place = int(stops[place])
     return cuts
+
+
+def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Array:
+    """Return the most rows that the piece of a family may have if it begins with a document, shape (N,).
+
+    The piece may fill the smallest group that holds the document `FAMILY_ROOM_FACTOR` times, or the group of degree S,
+    to the share of the tokens to which packs are planned. In a smaller group, shared rows would be computed for few
+    documents; a larger group pays more for the exchange.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        parallel: the degrees and tokens of the run.
+
+    >>> parallel = SequenceParallel(tokens_per_rank=100, smallest=4, degrees=(1, 2, 4), fill=0.95)
+    >>> room_of_families(np.array([10, 20, 130, 390]), parallel).tolist()
+    [95, 190, 380, 390]
+    """
+    group_sizes = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())  # tokens, for degrees to S
+    wanted = np.minimum(FAMILY_ROOM_FACTOR * lengths, group_sizes[-1])
+    room = group_sizes[np.searchsorted(group_sizes, wanted)]
+    return np.maximum((parallel.fill * room).astype(np.int64), lengths)
+
+
+def make_family_pieces(planner: EpochPlanner, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
+    """Cut the families of a planner's documents into pieces that fit into a pack.
+
+    Args:
+        tokens: the documents sorted by their tokens, so that a family is a sequence of neighbours.
+        splits_copies: see `make_pieces`.
+    """
+    documents = planner.documents
+    packing = planner.packing
+    return make_pieces(
+        tokens,
+        documents.lengths,
+        documents.trained,
+        cost_model=packing.cost_model,
+        room=room_of_families(documents.lengths, packing.parallel),
+        splits_copies=splits_copies,
+        image_costs=planner.image_costs_behind,
+    )

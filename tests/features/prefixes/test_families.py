@@ -19,14 +19,11 @@ from support.runs import trainer
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.documents import make_documents, token_order
-from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.layout import LAYOUT_KEY
-from trl_packfix.planning import arrays, families
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts
-from trl_packfix.planning.degrees import modelled_time
-from trl_packfix.planning.families import (
+from trl_packfix.features.prefixes import families, savings
+from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.features.prefixes.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
     make_pieces,
@@ -34,8 +31,13 @@ from trl_packfix.planning.families import (
     shared_by_neighbours,
     sort_by_tokens,
 )
+from trl_packfix.features.prefixes.sharing import PrefixSharing
+from trl_packfix.features.prefixes.tokens import token_order
+from trl_packfix.layout import LAYOUT_KEY
+from trl_packfix.planning import arrays
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts
+from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.schedule import imbalance
-from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.reporting.pictures import row_paths
 from trl_packfix.training.table_source import continue_planner, settings_of, step_hash
@@ -344,7 +346,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
 
     def start(share_prefixes="family"):
         reader = TokenReader(load_from_disk(tmp_path))
-        documents = cached_documents(reader, 256, sorts_tokens=share_prefixes == "family")
+        documents = cached_documents(reader, 256, feature=PrefixSharing(share_prefixes))
         size = {"batch_size": 2, "max_length": 256, "accumulation": 2, "world_size": 2} | parts
         plan = make_epochs(documents, "stream", **size, share_prefixes=share_prefixes)
         return plan, plan.schedule(0), make_report(plan, reader).prefixes
@@ -363,7 +365,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
     assert again.cache_file("schedule", 0).exists()
     assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
-        cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
+        cached_documents(TokenReader(load_from_disk(tmp_path)), 200, feature=PrefixSharing("family"))  # not cached yet
 
 
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):

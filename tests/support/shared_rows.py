@@ -1,0 +1,11 @@
+"""Batches in which documents share rows, as attention reads them."""
+
+from typing import Any
+
+from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.layout import CU_SEQ_LENS, LAYOUT_KEY
+
+
+def pack_of(batch: dict[str, Any]) -> PackedForward:
+    """Return what attention reads of a batch whose documents share rows."""
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention())

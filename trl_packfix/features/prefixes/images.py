@@ -1,0 +1,125 @@
+"""Shared prefixes of documents with images: the probe of their packs, and an estimate of what is computed.
+
+Documents share an image with all of its rows, or only the text before an image of the same size. `probe.py` and
+`savings.py` have the same for documents of text.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.epochs import EpochPlanner
+from ...data.reader import RowReader
+from ...isolation.image_probe import HIGH, SQUARE, WIDE, ImageProbe
+from ...isolation.probe import Examples, replace_documents
+from ...layout import layout_of
+from ...planning.arrays import Int64Array
+from .collator import PrefixCollator
+from .probe import BRANCH_TOKENS, TRUNK_TOKENS, PrefixProbe
+
+
+class ImagePrefixProbe(PrefixProbe, ImageProbe):
+    """A `PrefixProbe` for documents with images, whose packs are made as in training with images.
+
+    Gradients are taken with respect to the input of the decoder, which has embeddings of tokens and of images.
+    """
+
+    @property
+    def _collate(self) -> PrefixCollator:
+        return replace(super()._collate, compare=self.images.process.compare)
+
+    def image_examples(self) -> Examples:
+        """Make a pack of documents with images, and variants of it.
+
+        Three documents share an image, and one has a different image of the same size behind the same text. Two
+        documents share two images, of which others share only the first, so that a run has some of the images of its
+        document. The runs are in another order than the documents, so that a model which takes images in the order of
+        documents fails. If ranks share the pack, an image lies across the middle of its rows, where a part ends.
+        """
+        image = self.images.image
+        document = self.document
+        head = self.tokens(TRUNK_TOKENS)
+        other_head = self.tokens(BRANCH_TOKENS)
+        square = image(*SQUARE)
+        wide = image(*WIDE)
+        high = image(*HIGH)
+        question = self.tokens(6)
+        between = self.tokens(3)
+        documents = [
+            document(head, square, question, self.tokens(9)),
+            document(other_head, wide, self.tokens(5)),
+            document(head, square, question, self.tokens(7)),
+            document(head, image(*SQUARE), question, self.tokens(8)),
+            document(head, self.tokens(4), high, self.tokens(6)),
+            document(other_head, wide, between, high, question, self.tokens(2)),
+            document(head, square, question[:2], self.tokens(11)),
+            document(other_head, wide, between, high, question),
+            document(other_head, wide, between, self.tokens(4)),
+            document(self.tokens(8)),
+        ]
+        if not self.group.is_alone:  # the collator sorts a document that begins with an image to the end
+            num_rows = self._make_batch(documents)["input_ids"].shape[1]
+            documents.append(document(image(*HIGH), self.tokens(num_rows)))
+        changes = [
+            (0, document(head, image(*SQUARE), question, self.tokens(9))),  # another image
+            (0, document(head, wide, question, self.tokens(9))),  # an image of other documents, of another size
+            (2, document(head, square, question, self.tokens(12))),
+            (3, document(head, square, question, self.tokens(8))),  # the image of other documents, which it then shares
+            (4, document(head, self.tokens(9))),  # no image
+            (7, document(other_head, wide, between, image(*HIGH), question)),  # another second image
+            (1, document(self.tokens(6), high)),  # an image of other documents behind other text
+        ]
+        return documents, [replace_documents(documents, {i: new_document}) for i, new_document in changes]
+
+    @contextmanager
+    def embeddings(self) -> Iterator[list[Tensor]]:
+        """Within this context gradients are enabled, and the first input of the decoder is put into the list.
+
+        It is a leaf tensor, with respect to which a caller differentiates.
+        """
+        entered: list[Tensor] = []
+
+        def catch(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if entered or kwargs.get("inputs_embeds") is None:
+                return None
+            entered.append(kwargs["inputs_embeds"].detach().requires_grad_())
+            return args, kwargs | {"inputs_embeds": entered[0].clone()}
+
+        decoder = self.inner.get_decoder()
+        with decoder.register_forward_pre_hook(catch, with_kwargs=True), torch.enable_grad():
+            yield entered
+
+
+def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64Array) -> tuple[float, float, float]:
+    """Return the shares of rows, FLOPs and images that packs of `slots` compute, with images as in training."""
+    schedule = planner.schedule(0)
+    documents = planner.documents
+    collate = PrefixCollator(compare=reader.compare)
+    image_costs = planner.image_costs
+    totals = np.zeros(3)  # rows, FLOPs and images of whole documents
+    computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
+    for i in slots.tolist():
+        pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
+        rows_of_pack = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
+        batch, runs = collate.collate(rows_of_pack)
+        assert documents.image_count is not None, "the documents have no images"
+        lengths = documents.lengths[pack]
+        counts = documents.image_count[pack]
+        shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()
+        image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
+        for run in runs:
+            image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)
+        costs = planner.packing.cost_model(lengths)
+        saved_costs = planner.packing.cost_model(shared)
+        own_costs = costs - saved_costs + image_share * image_costs[pack]
+        totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
+        computed += [(lengths - shared).sum(), own_costs.sum(), (image_share * counts).sum()]
+    rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
+    return rows, flops, images

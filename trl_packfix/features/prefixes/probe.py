@@ -1,0 +1,106 @@
+"""Run packs whose documents share prefixes, for the leak probe: documents that begin alike.
+
+With `share_prefixes` the collator computes the rows of a common beginning once, for all documents that have it. The
+rows at the end of a document that no earlier document has are its *run*, which attends to the shared rows before it.
+`PrefixProbe` builds such packs, and `isolation/check_isolation.py` judges them. `images.py` has the probe of packs with
+images.
+
+Isolation alone is not enough here: a document that does not attend to its shared beginning at all changes no other
+document. So each document must also have the states that it has alone, and the gradients with respect to its shared
+tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from ...isolation.probe import SMALLEST_ROUNDING, Examples, GradientRows, Probe, replace_documents
+from ...layout import layout_of
+from .collator import PrefixCollator
+
+TRUNK_TOKENS = 17  # length of the trunk, the beginning of most documents; some documents leave it earlier
+BRANCH_TOKENS = 10  # tokens of the trunk after which some documents leave it, and length of the other beginning
+
+
+class PrefixProbe(Probe):
+    """A `Probe` whose packs compute every common beginning once.
+
+    It compares only the states of a document from which a token is predicted: all but the last.
+    """
+
+    traces_leaks = False
+
+    @property
+    def _collate(self) -> PrefixCollator:
+        return PrefixCollator(pad_to_multiple_of=self.degree, min_shared=1)
+
+    def examples(self, max_length: int | None) -> Examples:
+        """Draw a pack of text and variants of it.
+
+        Most documents begin with the trunk. Two of them are equal, and one ends where others go on. One document shares
+        nothing. Two documents have another common beginning: without them, every shared row would have the same rows
+        before it.
+        """
+        trunk = self.tokens(TRUNK_TOKENS)
+        other_trunk = self.tokens(BRANCH_TOKENS)
+        first = torch.cat([trunk, self.tokens(9)])
+        third = torch.cat([trunk, self.tokens(7)])
+        documents = [
+            first,
+            torch.cat([trunk[:BRANCH_TOKENS], self.tokens(6)]),
+            third,
+            first[: TRUNK_TOKENS + 3].clone(),  # ends where the first goes on
+            third.clone(),  # equal to the third
+            self.tokens(8),  # shares nothing
+            torch.cat([third[: TRUNK_TOKENS + 4], self.tokens(5)]),
+            torch.cat([other_trunk, self.tokens(6)]),
+            torch.cat([other_trunk, self.tokens(9)]),
+        ]
+        changes = [
+            (0, torch.cat([trunk, self.tokens(9)])),  # another run of the same length
+            (0, torch.cat([trunk, self.tokens(12)])),  # a longer run
+            (2, torch.cat([trunk[:14], self.tokens(8)])),  # fewer shared tokens
+            (4, self.tokens(12)),  # none
+            (6, third[: TRUNK_TOKENS + 2].clone()),  # shared tokens only
+            (7, torch.cat([other_trunk, self.tokens(4)])),
+        ]
+        documents = [ids[:max_length] for ids in documents]
+        return documents, [replace_documents(documents, {i: ids[:max_length]}) for i, ids in changes]
+
+    def long_examples(self, threshold: int) -> Examples:
+        """Draw two documents that differ only behind the threshold, and one that differs from both before it."""
+        trunk = self.tokens(threshold)
+        documents = [torch.cat([trunk, self.tokens(n)]) for n in (7, 9)]
+        documents.append(torch.cat([trunk[:BRANCH_TOKENS], self.tokens(6)]))
+        return documents, [replace_documents(documents, {1: torch.cat([trunk, self.tokens(12)])})]
+
+    def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
+        num_rows, targets = self._predicting_rows(documents)
+        states = self._row_states(documents, num_rows, gradient=gradient)
+        return [states[target.rows] for target in targets]
+
+    def forward_alone(self, ids: Tensor) -> Tensor:
+        return super().forward_alone(ids)[:-1]
+
+    def gradient(self, documents: list[Tensor]) -> float | None:
+        """Return the largest error of gradients, see `Probe.gradient`; on any number of ranks it compares both kinds.
+
+        The states of a document's run are differentiated, so the gradient reaches its shared rows through attention
+        only. It must be zero in rows that are not the document's. In the document's rows it must equal the gradient of
+        the document alone.
+        """
+        _, targets = self._predicting_rows(documents)
+        # A document whose rows all belong to other documents, too, has no run.
+        targets = [target for target in targets if target.num_shared < len(target.rows)]
+        limit = max(SMALLEST_ROUNDING, self.rounding**0.5)
+        return self._gradient_error(self._make_batch(documents, self.group), targets, limit=limit)
+
+    def _predicting_rows(self, documents: list[Tensor]) -> tuple[int, list[GradientRows]]:
+        """Return the number of rows of the pack, and the rows of each document from which a token is predicted."""
+        batch = self._make_batch(documents)
+        layout = layout_of(batch)
+        num_shared = layout.sizes(torch.ones(layout.document_count, device=self.device)).saved.tolist()
+        targets = [
+            GradientRows(document, layout.predicting(i).to(self.device), num_shared[i])
+            for i, document in enumerate(documents)
+        ]
+        return batch["input_ids"].shape[1], targets
