@@ -85,6 +85,11 @@ def test_arrows_point_downwards():
     assert not [arrow for arrow in ARROWS if not is_allowed(*arrow)]
 
 
+@pytest.mark.parametrize("module", sorted(ANYONE))
+def test_no_module_at_the_top_imports_a_feature(module):
+    assert not [target for target in imports(module) if target.startswith("features")]
+
+
 def test_the_table_names_all_wings_and_is_free_of_circles():
     order = list(BELOW)
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(order)

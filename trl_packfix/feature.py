@@ -61,26 +61,22 @@ class Feature:
     def make_units(self, units: T, planner: Any, step_of_documents: Any = None) -> T:
         """Return the `Units` that an `EpochPlanner` plans.
 
-        Args:
-            step_of_documents: the optimizer step of each document, which it must keep, shape (N,); None if any is fine.
+        `step_of_documents` is the optimizer step that each document must keep, shape (N,); None if any is fine.
         """
         return units
 
     def make_collator(self, collator: T, *, keeps_last_rows: bool = False, compare: Any = None) -> T:
         """Return the collator of packs, from the `PackedDataCollator` of the run.
 
-        Args:
-            keeps_last_rows: give a row to every token, also to one on whose output no document is trained.
-            compare: gives what is compared of documents with images; None compares tokens.
+        `keeps_last_rows` gives a row to every token, also to one on whose output no document is trained. `compare`
+        gives what is compared of documents with images; None compares tokens.
         """
         return collator
 
     def in_evaluation(self, *, packs_images: bool, shares: bool) -> "Feature":
         """Return the feature in packs of an evaluation. Only a feature with plans of its own differs there.
 
-        Args:
-            packs_images: whether packs have images.
-            shares: whether documents may share rows: the model is proved, and the loss can be computed.
+        `shares` is whether documents may share rows: the model is proved, and the loss can be computed.
         """
         return self
 
@@ -91,10 +87,7 @@ class Feature:
         return probe_class
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
-        """Raise PackingLeakError, or warn that training goes on without the feature, because its proof has failed.
-
-        Other features are needed by the dataset or the model, so they cannot be left out.
-        """
+        """Raise PackingLeakError, or warn that training goes on without the feature. Others cannot be left out."""
 
     # Hooks of the report
 

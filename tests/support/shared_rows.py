@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from trl_packfix.attention.packed_forward import PackedForward
-from trl_packfix.layout import CU_SEQ_LENS, LAYOUT_KEY
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward
+from trl_packfix.layout import LAYOUT_KEY
 
 
 def pack_of(batch: dict[str, Any]) -> PackedForward:
