@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.scripted import ROUNDING, ScriptedProbe
 
+from trl_packfix.feature import PLAIN
 from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.check_isolation import ProbeMeasurement, check_packs, judge_probe, report_refusal
 from trl_packfix.isolation.isolation_report import IsolationReport
@@ -454,7 +455,7 @@ def run_packs(monkeypatch):
             isolation, "judge_probe", lambda *values, **more: given.append((values, more)) or judged[len(given) - 1]
         )
         report = check_packs(None, 64, **settings)
-        assert probes == [((None, None, 1), {"user_attention": None, "shares": False})]
+        assert probes == [((None, None, 1), {"user_attention": None, "feature": PLAIN})]
         return report, given
 
     return run

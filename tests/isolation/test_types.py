@@ -14,6 +14,7 @@ from trl_packfix import check_isolation
 from trl_packfix.attention.mixer_support import mixer_places
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert after.keys() == weights.keys()
     assert all(torch.equal(after[name], weights[name]) for name in weights)
     if wanted.shares is not None:
+        packed_model.feature = PrefixSharing("pack")
         reason = packed_model.prove_feature(model)
         assert (reason is None) is wanted.shares, reason
         assert wanted.repaired or wanted.shares or "a scan that cannot begin with the state of a prefix" in reason
@@ -131,6 +133,7 @@ def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
     model, pristine = (zoo.build_model("qwen3_5_text") for _ in range(2))
     packed_model = PackedModel(model, torch.float32, "cpu", 64)
     packed_model.prove(model)
+    packed_model.feature = PrefixSharing("pack")
     assert packed_model.prove_feature(model) is None
     judge = PrefixJudge(pristine)
     rounded = judge.compare(model, torch.float32).error

@@ -323,6 +323,7 @@ class PackedModel:
         Returns:
             Why packs cannot have the feature, or None if they can.
         """
+        assert self.feature.is_on, "packs have no feature, so a proof would say nothing of one"
         reason = self._why_not_share()
         rates = dropped_weights(text_config(base_model(self.model)))  # the probe runs without dropout
         if reason is None and rates:

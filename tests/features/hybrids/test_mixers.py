@@ -25,6 +25,7 @@ from trl_packfix.features.hybrids import mixers, prefixes
 from trl_packfix.features.hybrids.support import MIXER_REPLACEMENTS, MIXERS
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.probe import PrefixProbe
+from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.group import Group
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY, layout_of
@@ -291,6 +292,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         monkeypatch.setattr(mixers, "_rows_with_context", without_prefix)
     else:
         monkeypatch.setattr(prefixes, "levels_of", wrong)
+    packed.feature = PrefixSharing("pack")
     assert packed.prove_feature(model) is not None
     if fault == "parents":
         examples = PrefixProbe.examples
@@ -300,6 +302,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
             return documents[:-2], [variant[:-2] for variant in variants]
 
         monkeypatch.setattr(PrefixProbe, "examples", one_tree)
+        packed.feature = PrefixSharing("pack")
         assert packed.prove_feature(model) is None
 
 
