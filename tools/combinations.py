@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 from trl_packfix.training.choices import PACKING
-from trl_packfix.training.features import EXPERIMENTAL, FEATURES, Feature
+from trl_packfix.training.conflicts import CONFLICTS, EXPERIMENTAL, ChoiceConflicts
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 
 
 def page() -> str:
     """The page as text."""
-    tested = [f"[{each.choice.name}]({each.page})" for each in FEATURES if each.page and each.choice != PACKING]
+    tested = [f"[{each.choice.name}]({each.page})" for each in CONFLICTS if each.page and each.choice != PACKING]
     parts = [
         "# What goes with what\n",
         "A test makes every pair of these. It works unless it is listed below, under one of its two: "
@@ -19,13 +19,13 @@ def page() -> str:
         f"Experimental, as several GPUs have not run them: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
         "What is listed is refused before work starts; the error says what to set.\n",
     ]
-    for i, each in enumerate(FEATURES):
+    for i, each in enumerate(CONFLICTS):
         if each.conflicts:
-            parts += [f"## {each.choice.name}\n", _refusals(each, FEATURES[:i])]
+            parts += [f"## {each.choice.name}\n", _refusals(each, CONFLICTS[:i])]
     return "\n".join(parts)
 
 
-def _refusals(feature: Feature, before: tuple[Feature, ...]) -> str:
+def _refusals(feature: ChoiceConflicts, before: tuple[ChoiceConflicts, ...]) -> str:
     """A sentence for each thing that the feature refuses, and the name of an earlier feature that refuses the same."""
     same = next(
         (each for each in before if each.conflicts and each.conflicts.items() <= feature.conflicts.items()), None

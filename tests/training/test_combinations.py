@@ -23,7 +23,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.training import choices as of
 from trl_packfix.training.checks import check_before_loading, settings_of_trainer
 from trl_packfix.training.choices import Condition, RunSettings
-from trl_packfix.training.features import FEATURES, experimental_choices, refuse_conflicts
+from trl_packfix.training.conflicts import CONFLICTS, experimental_choices, refuse_conflicts
 
 ROOT = Path(__file__).parents[2]
 CHATS = Dataset.from_dict({"messages": [PROMPT + ANSWER] * 4})
@@ -162,9 +162,11 @@ ALSO = {
 }
 # What older versions of transformers do not have
 ABSENT = {of.PIPELINE, of.TENSORS_AND_SHARDS} if Version("5.20") > TRANSFORMERS else set[Condition]()
-ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts if not {feature.choice, other} & ABSENT]
+ROWS = [
+    (feature, other) for feature in CONFLICTS for other in feature.conflicts if not {feature.choice, other} & ABSENT
+]
 
-REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.choice == of.PACKING)
+REFUSED_IN_PACKS = next(feature.conflicts for feature in CONFLICTS if feature.choice == of.PACKING)
 
 
 def can_be_made(one: Condition, other: Condition) -> bool:
@@ -206,7 +208,7 @@ def message_of(folder, *chosen: Condition, constructs: bool = False, **settings)
 def test_every_choice_is_made_and_nothing_else_is_chosen():
     """A row whose choice is never made would pass below, and so would one that is always made."""
     every = {choice for choice in vars(of).values() if isinstance(choice, Condition)}
-    named = {choice for feature in FEATURES for choice in (feature.choice, *feature.conflicts)}
+    named = {choice for feature in CONFLICTS for choice in (feature.choice, *feature.conflicts)}
     assert every == named == set(MADE)
     assert len(ROWS) > 60
 

@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from trl_packfix import SFTConfig, SFTTrainer, compat
 from trl_packfix.training.checks import synchronisation
 from trl_packfix.training.choices import RunSettings
-from trl_packfix.training.features import refuse_conflicts
+from trl_packfix.training.conflicts import refuse_conflicts
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 

@@ -156,7 +156,7 @@ def planner_for(
     """
     if documents.image_count is not None:
         from ..training.choices import RunSettings
-        from ..training.features import refuse_conflicts
+        from ..training.conflicts import refuse_conflicts
 
         assert not isinstance(config, PlainSettings), "lengths have no images"
         refuse_conflicts(RunSettings(args=config, columns=("images",)))

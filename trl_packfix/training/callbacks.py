@@ -42,8 +42,8 @@ from ..reporting.page import STATE_FILE
 from ..reporting.report import metrics
 from .choices import RunSettings
 from .compiled_layers import describe_compilation, layers_uncompiled
+from .conflicts import experimental_choices, refuse_conflicts
 from .evaluation import Evaluation
-from .features import experimental_choices, refuse_conflicts
 from .first_step import FirstStep
 from .lm_head import check_fused_head
 from .loading import TrainingData

@@ -1,6 +1,6 @@
 """Checks of the model, the datasets and the engine, before training starts.
 
-The checks here look at one thing at a time; `features.py` refuses pairs of settings that cannot be combined. The
+The checks here look at one thing at a time; `conflicts.py` refuses pairs of settings that cannot be combined. The
 constructor of `SFTTrainer` calls them before the model is loaded (`check_before_loading`, `check_datasets`) and after
 TRL has constructed itself (`check_prepared_sets`). Each start of training or evaluation calls `ModelInit.check`, and a
 dataset that the user sets later passes `check_replacement`.
@@ -27,7 +27,7 @@ from ..planning.units import Synchronisation
 from ..samples.checks import check_rows, check_turns, columns_of, has_images
 from .choices import UNPREPARED, RunSettings, text_config
 from .config import SFTConfig
-from .features import refuse_conflicts
+from .conflicts import refuse_conflicts
 from .trainer_view import TrainerView
 
 # TRL's method is bound here, because a script may replace the class in `trl`

@@ -1,7 +1,7 @@
 """Conditions that a run may meet: settings, arguments, kinds of datasets, models and engines.
 
 A `Condition` looks at the `RunSettings` of a run and returns how a message names what the user has chosen, or None if
-the condition is not met. `features.py` combines the conditions of this module: it says which of them exclude each
+the condition is not met. `conflicts.py` combines the conditions of this module: it says which of them exclude each
 other. A condition that looks at one value is made by a helper (`_field_condition`, `_column_condition`,
 `_argument_condition`); one that needs code is a function with the decorator `_condition`, which replaces the function
 by a `Condition`.

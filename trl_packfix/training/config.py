@@ -2,7 +2,7 @@
 
 `SFTTrainer` makes its `args` an `SFTConfig` with `adopt_args`; the command line constructs one from a file and flags.
 The config is checked when it is constructed, before a model is loaded or a row is read: first the types of its values,
-then each value alone, at last pairs of settings that cannot be combined (`features.py`).
+then each value alone, at last pairs of settings that cannot be combined (`conflicts.py`).
 
 Words: a *document* is one training example as the model reads it; a *pack* is a row of documents that the model reads
 together. With sequence parallelism several ranks share a pack, and their number is its *degree*.
@@ -33,7 +33,7 @@ from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from ..samples.turns import AssistantTurns
 from .choices import RunSettings
-from .features import EXPERIMENTAL, refuse_conflicts
+from .conflicts import EXPERIMENTAL, refuse_conflicts
 from .foreign_keys import with_hints
 from .progress import say_deepspeed_communicates
 

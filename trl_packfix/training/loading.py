@@ -55,7 +55,7 @@ from ..samples.row import PerTurnCounts, TrainedSummary
 from . import checks
 from .choices import RunSettings, text_config
 from .config import SFTConfig
-from .features import refuse_conflicts
+from .conflicts import refuse_conflicts
 from .images import ImageData, TextData
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise

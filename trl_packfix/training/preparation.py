@@ -26,7 +26,7 @@ from ..samples.turns import TurnRule
 from .checks import check_datasets
 from .choices import RunSettings
 from .config import SFTConfig, adopt_args
-from .features import refuse_conflicts
+from .conflicts import refuse_conflicts
 from .images import measure_rows, row_processor
 
 

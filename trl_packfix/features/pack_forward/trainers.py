@@ -32,7 +32,7 @@ from ...training.choices import (
     Condition,
     RunSettings,
 )
-from ...training.features import ON_SEVERAL_DEVICES, Feature
+from ...training.conflicts import ON_SEVERAL_DEVICES, ChoiceConflicts
 from ...training.progress import proof_status
 from .packed_rows import PackedRows, PackedTokenCounts, computing_dtype
 
@@ -47,7 +47,7 @@ DATA_PARALLEL = Condition(
     lambda setup: f"`DataParallel` on {setup.args.n_gpu} GPUs in one process" if setup.args.n_gpu > 1 else None,
     SEVERAL_DEVICES.undo,
 )
-PACKED_ROWS = Feature(
+PACKED_ROWS = ChoiceConflicts(
     choice=Condition("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
         CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were one "

@@ -1,8 +1,8 @@
-"""Which choices of a user cannot be combined, why not, and what to set instead: one record for each feature.
+"""Which choices of a user cannot be combined, why not, and what to set instead: one record for each choice.
 
-`choices.py` defines the conditions that a run may meet; a `Feature` says of one condition which others exclude it.
-`refuse_conflicts` raises a message for the first two that meet. It is called when the config is constructed, when the
-trainer is constructed, when the engine is known, and at the first step, each time with more known of the run.
+`choices.py` defines the conditions that a run may meet; a `ChoiceConflicts` says of one condition which others exclude
+it. `refuse_conflicts` raises a message for the first two that meet. It is called when the config is constructed, when
+the trainer is constructed, when the engine is known, and at the first step, each time with more known of the run.
 docs/combinations.md is written from the same records (`tools/combinations.py`).
 """
 
@@ -77,14 +77,14 @@ from .choices import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feature:
-    """A feature, and the conditions that exclude it. Of two features that exclude each other, one names the other.
+class ChoiceConflicts:
+    """A choice, and the conditions that exclude it. Of two choices that exclude each other, one names the other.
 
     Attributes:
-        choice: the condition that a run uses the feature.
-        conflicts: the conditions that exclude the feature, and why, as a sentence.
+        choice: the condition that a run has made the choice.
+        conflicts: the conditions that exclude the choice, and why, as a sentence.
         remedies: what to set instead, for a condition where it is more than to undo one of the two choices.
-        page: the page in docs/ that describes the feature; "" if there is none.
+        page: the page in docs/ that describes the choice; "" if there is none.
     """
 
     choice: Condition
@@ -93,26 +93,26 @@ class Feature:
     page: str = ""
 
     def remedy(self, conflict: Condition) -> str:
-        """Return what to set instead of this feature together with `conflict`, as a sentence without its full stop."""
+        """Return what to set instead of this choice together with `conflict`, as a sentence without its full stop."""
         return self.remedies.get(conflict) or f"{_capitalize(conflict.undo)}, or {self.choice.undo}"
 
     def refuse_conflicts(self, setup: RunSettings) -> None:
-        """Raise ValueError if a run uses this feature and meets a condition that excludes it."""
-        feature_text = self.choice.describe(setup)
-        if feature_text is None:
+        """Raise ValueError if a run has made this choice and meets a condition that excludes it."""
+        choice_text = self.choice.describe(setup)
+        if choice_text is None:
             return
         for conflict, cause in self.conflicts.items():
             conflict_text = conflict.describe(setup)
             if conflict_text is not None:
                 remedy = self.remedy(conflict)
-                message = f"{_capitalize(conflict_text)} was given with {feature_text}. {cause}. {remedy}."
+                message = f"{_capitalize(conflict_text)} was given with {choice_text}. {cause}. {remedy}."
                 raise ValueError(message)
 
 
 def refuse_conflicts(setup: RunSettings) -> None:
     """Raise ValueError if a run has two choices that cannot be combined."""
-    for feature in FEATURES:
-        feature.refuse_conflicts(setup)
+    for record in CONFLICTS:
+        record.refuse_conflicts(setup)
 
 
 def experimental_choices(setup: RunSettings) -> tuple[str, ...]:
@@ -157,8 +157,8 @@ _TURNS_UNKNOWN = "It makes one text of each row, in which turns are not known"
 _NO_TURNS = "It chooses among the assistant's turns, and without either of the two every token is trained"
 _OWN_ROWS = "Documents share rows of a pack, and an unpacked document has a row of its own"
 
-FEATURES = (
-    Feature(
+CONFLICTS = (
+    ChoiceConflicts(
         choice=NO_PACKING,
         conflicts={
             OVERLONG: "It is a setting of packing; unpacked training truncates at `max_length`",
@@ -169,7 +169,7 @@ FEATURES = (
         },
         page="packing.md",
     ),
-    Feature(
+    ChoiceConflicts(
         choice=PACKING,
         conflicts={
             COLLATOR: "A pack needs a collator that keeps document boundaries, and any other would lose them",
@@ -200,8 +200,8 @@ FEATURES = (
         remedies={OFFLOADING_ON_CPU: "Leave `activation_offloading` unset: it fails without packing, too"},
         page="packing.md",
     ),
-    Feature(choice=PACKED_EVALUATION, conflicts={VIRTUAL_TOKENS: _BEFORE_A_ROW}, page="packing.md"),
-    Feature(
+    ChoiceConflicts(choice=PACKED_EVALUATION, conflicts={VIRTUAL_TOKENS: _BEFORE_A_ROW}, page="packing.md"),
+    ChoiceConflicts(
         choice=TOKENS_PER_RANK,
         conflicts={
             LOSS_FUNCTION: "Such a loss shifts labels itself, and the label of the last token of a part lies on the "
@@ -221,8 +221,8 @@ FEATURES = (
         },
         page="long_context.md",
     ),
-    Feature(choice=SHARED_IN_PACKS, conflicts=_SHARED_ROWS, page="prefixes.md"),
-    Feature(
+    ChoiceConflicts(choice=SHARED_IN_PACKS, conflicts=_SHARED_ROWS, page="prefixes.md"),
+    ChoiceConflicts(
         choice=SHARED_IN_FAMILIES,
         conflicts=_SHARED_ROWS
         | {
@@ -232,7 +232,7 @@ FEATURES = (
         remedies={CUT_BLOCKS: 'Set `share_prefixes="pack"`, or another `packing_strategy`'},
         page="prefixes.md",
     ),
-    Feature(
+    ChoiceConflicts(
         choice=STREAM,
         conflicts={
             NOT_OF_STREAMS: f"It plans with all documents of an epoch, and {_STREAM_SO_FAR}",
@@ -245,11 +245,11 @@ FEATURES = (
         remedies={SHARED_IN_FAMILIES: 'Set `share_prefixes="pack"`, or load the dataset without streaming'},
         page="data.md",
     ),
-    Feature(
+    ChoiceConflicts(
         choice=NO_TRUNCATION,
         conflicts={KEEP_END: "There nothing is truncated, so the mode would be ignored"},
     ),
-    Feature(
+    ChoiceConflicts(
         choice=PACKED_IMAGES,
         conflicts={
             CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
@@ -259,7 +259,7 @@ FEATURES = (
         },
         page="vision.md",
     ),
-    Feature(
+    ChoiceConflicts(
         choice=PER_TURN,
         conflicts={
             ASSISTANT_ONLY: "Each sample trains one assistant turn already, and for `assistant_only_loss` TRL may "
@@ -274,16 +274,18 @@ FEATURES = (
         },
         page="per_turn.md",
     ),
-    Feature(choice=ASSISTANT_ONLY, conflicts={FORMATTING: _TURNS_UNKNOWN}, page="assistant_turns.md"),
-    Feature(choice=LAST_TURN, conflicts={EVERY_TURN: _NO_TURNS}),
-    Feature(choice=NO_EMPTY_THINKING, conflicts={EVERY_TURN: _NO_TURNS}),
-    Feature(choice=EXCHANGE_SPEEDS, conflicts={NO_TOKENS_PER_RANK: "No pack is shared, so nothing is exchanged"}),
-    Feature(choice=SMOOTHING, page="packing.md"),
-    Feature(choice=NOISE, page="packing.md"),
-    Feature(choice=CONSTANT_SHAPES, page="gpus.md"),
-    Feature(choice=DOCUMENT_WEIGHTING, conflicts=_WEIGHTS, page="data.md"),
-    Feature(choice=WEIGHT_COLUMN, conflicts=_WEIGHTS | {COLLATOR: _NO_PLACE}, page="data.md"),
-    Feature(
+    ChoiceConflicts(choice=ASSISTANT_ONLY, conflicts={FORMATTING: _TURNS_UNKNOWN}, page="assistant_turns.md"),
+    ChoiceConflicts(choice=LAST_TURN, conflicts={EVERY_TURN: _NO_TURNS}),
+    ChoiceConflicts(choice=NO_EMPTY_THINKING, conflicts={EVERY_TURN: _NO_TURNS}),
+    ChoiceConflicts(
+        choice=EXCHANGE_SPEEDS, conflicts={NO_TOKENS_PER_RANK: "No pack is shared, so nothing is exchanged"}
+    ),
+    ChoiceConflicts(choice=SMOOTHING, page="packing.md"),
+    ChoiceConflicts(choice=NOISE, page="packing.md"),
+    ChoiceConflicts(choice=CONSTANT_SHAPES, page="gpus.md"),
+    ChoiceConflicts(choice=DOCUMENT_WEIGHTING, conflicts=_WEIGHTS, page="data.md"),
+    ChoiceConflicts(choice=WEIGHT_COLUMN, conflicts=_WEIGHTS | {COLLATOR: _NO_PLACE}, page="data.md"),
+    ChoiceConflicts(
         choice=SOURCE_COLUMN,
         conflicts={
             COLLATOR: _NO_PLACE,
@@ -293,22 +295,22 @@ FEATURES = (
         },
         page="data.md",
     ),
-    Feature(
+    ChoiceConflicts(
         choice=LIGER,
         conflicts={
             LIGER_LOSS: "It replaces the forward of the model or the cross entropy of torch, and this trainer "
             "weights the loss of each token, which that loss does not return"
         },
     ),
-    Feature(choice=TENSOR_PARALLELISM, page="model_parallelism.md"),
-    Feature(
+    ChoiceConflicts(choice=TENSOR_PARALLELISM, page="model_parallelism.md"),
+    ChoiceConflicts(
         choice=TENSORS_AND_SHARDS,
         conflicts={
             ADAPTERS: "The adapter is made in the size of what this rank stores of a layer, and FSDP gathers the "
             "layer before it runs, so the two do not fit",
         },
     ),
-    Feature(
+    ChoiceConflicts(
         choice=LOSS_FUNCTION,
         conflicts={CHUNKED: "That loss, the default of TRL below 1.15, computes no logits, which the function needs"},
         page="user_code.md",
