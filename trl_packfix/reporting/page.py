@@ -94,7 +94,9 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
     rows = []
     if values["model"] is not None:
         rows.append(("model", values["model"]))
-    packs = "" if values["num_packs"] is None else f" in {values['num_packs']:,} packs, {values['efficiency']:.1%} full"
+    packs = "" if values["num_packs"] is None else f" in {values['num_packs']:,} packs"
+    if values["efficiency"] is not None:  # a stream has none before its first pack
+        packs += f", {values['efficiency']:.1%} full"
     data = f"{values['num_documents']:,} documents, {values['num_tokens']:,} tokens"
     rows.append(("data", f"{data} ({values['num_trained_tokens']:,} trained){packs}"))
     if "step" in logged:
