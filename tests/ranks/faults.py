@@ -28,7 +28,7 @@ from trl_packfix.layout import ComparedContent, SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
-from trl_packfix.training import objective
+from trl_packfix.training import objective, stream_source
 from trl_packfix.training.first_step import FirstStep
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.objective import Objective
@@ -51,7 +51,9 @@ def changed(owner: Any, name: str, wrong: Callable) -> Fault:
 def together(*faults: Fault) -> Fault:
     @contextmanager
     def fault():
-        with faults[0](), faults[1]():
+        with ExitStack() as stack:
+            for each in faults:
+                stack.enter_context(each())
             yield
 
     return fault
@@ -311,7 +313,8 @@ TRAINING: dict[str, Fault] = {
     "summed_twice": lambda: mock.patch.object(compat, "SUMMED_BY_RANKS", "no style"),
 }
 ALL = ATTENTION | MIXERS | IMAGES | TRAINING | ONE
-ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen)
+stream_unseen = changed(stream_source, "check_same_stream", lambda right, *given: None)
+ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen, stream_unseen)
 ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
 ALL["other_texts"] = unseen  # with other texts on a rank: `training.other_texts`
 
