@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import groupby
 from shutil import get_terminal_size
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any, TypeAlias
 
 HELP_WIDTH = 80  # characters of a line of `--help`
@@ -58,6 +58,9 @@ class HelpFormatter(argparse.HelpFormatter):
                 blocks.append(filled + "\n")
             blocks[-1] += "\n"
         return "".join(blocks).rstrip() + "\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Name a flag once, though it may be written with dashes and with underscores."""
