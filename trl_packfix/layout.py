@@ -335,8 +335,10 @@ def layout_of(batch: dict[str, Any]) -> Layout:
         return batch[LAYOUT_KEY]
     get: Callable[[str], Any] = batch.get
     if get("cu_seq_lens_q") is not None:
-        return PackedLayout(get("cu_seq_lens_q"), get("seq_idx"))
-    return UnpackedLayout(get("labels") if "labels" in batch else get("input_ids"), get("attention_mask"))
+        # torch does not compile a default that is an object, so the group is given
+        return PackedLayout(get("cu_seq_lens_q"), get("seq_idx"), group=ALONE)
+    tokens = get("labels") if "labels" in batch else get("input_ids")
+    return UnpackedLayout(tokens, get("attention_mask"), group=ALONE)
 
 
 def _count_trained(documents: Tensor, num_documents: int, mask: Tensor) -> Tensor:
