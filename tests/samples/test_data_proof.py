@@ -584,7 +584,7 @@ def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
 
 def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     rows = [messages(ASK, OK)] * 3 + [CASES["developer"].row]
-    expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 rows have `content` in messages of the role `developer`"
+    expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 row has `content` in messages of the role `developer`"
     options = {"processing_class": tokenizer_with("qwen3"), "max_length": 200, "max_steps": 1}
     run = trainer(tmp_path, Dataset.from_list(rows), **options)
     run.train()
@@ -593,7 +593,7 @@ def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     assert (finding["num_rows"], finding["rows"], finding["example"]) == (1, (3,), "Be brief")
     trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
     assert (
-        "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 rows rendered)"
+        "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 row rendered)"
         in capsys.readouterr().out
     )
 

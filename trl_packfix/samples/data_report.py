@@ -92,14 +92,16 @@ class DataReport:
 
         >>> DataReport("train", 1200, num_kinds=3, num_rendered=4).line()
         'every text of 1,200 rows is in the tokens once (3 kinds of texts, 4 rows rendered)'
+        >>> DataReport("train", 1200, num_kinds=3, num_rendered=1, findings=(Finding("have images", 1, (7,)),)).line()
+        '1,200 rows (3 kinds of texts, 1 row rendered); 1 row has images'
         """
-        rows = f"{'the first ' if self.of_stream else ''}{self.num_rows:,} rows"
-        counts = f"{self.num_kinds:,} kinds of texts, {self.num_rendered:,} rows rendered"
+        rows = f"{'the first ' if self.of_stream else ''}{_count_rows(self.num_rows)}"
+        counts = f"{self.num_kinds:,} kinds of texts, {_count_rows(self.num_rendered)} rendered"
         counts += f"; {self.num_untried:,} kinds not tried" if self.num_untried else ""
         is_proved = self.complete and self.num_rendered and self.num_untried < self.num_kinds
         text = f"every text of {rows} is in the tokens once ({counts})" if is_proved else f"{rows} ({counts})"
         text = text if self.num_kinds else f"{rows} of plain text"
-        return "; ".join([text, *(f"{finding.num_rows:,} rows {finding.what}" for finding in self.findings)])
+        return "; ".join([text, *(_clause(finding) for finding in self.findings)])
 
     def message(self, finding: Finding) -> str:
         """Return a finding as sentences: which rows have it, its cause, and what the user can do."""
@@ -127,3 +129,16 @@ class DataReport:
         """Log a warning for each finding that is not a note."""
         for finding in self._findings_to_show:
             logger.warning("%s", self.message(finding))
+
+
+def _clause(finding: Finding) -> str:
+    """Return the number of rows and the predicate of a finding, for example "2 rows have ..." or "1 row has ..."."""
+    predicate = finding.what
+    if finding.num_rows == 1 and predicate.startswith("have "):
+        predicate = "has " + predicate.removeprefix("have ")
+    return f"{_count_rows(finding.num_rows)} {predicate}"
+
+
+def _count_rows(num: int) -> str:
+    """Return a number of rows in words, such as "1 row" or "1,200 rows"."""
+    return "1 row" if num == 1 else f"{num:,} rows"
