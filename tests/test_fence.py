@@ -27,7 +27,7 @@ REVIEWED = {
         training/config.py vars(args).update
         training/config.py vars(config).update
         training/first_step.py document_noise.alpha
-        training/first_step.py unwrapped_probe.silent
+        training/first_step.py unwrapped_probe.drawing_modules
         training/lm_head.py forward_with_scores.__wrapped__
         training/lm_head.py forward_with_scores.scores_tokens
         training/lm_head.py scores.aux_loss

@@ -37,7 +37,7 @@ class ScriptedProbe(Probe):
         self.takes_gradient = True
         self.gradient = lambda documents: 0.0
         self.first_pack = self.draw = None
-        self.silent = []
+        self.drawing_modules = []
         self.packs = []
         self.longest_alone = []
         self.draws = []

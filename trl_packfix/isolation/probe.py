@@ -1,4 +1,4 @@
-"""Run small packs through a model, for the leak probe: they are collated as in training, on the model as it will train.
+"""Collate small packs as in training, and run them through the model as it will train, for the leak probe.
 
 The leak probe tests whether a document in a pack has the states that it has alone. It has three layers. `ProbedModel`
 (`probed_model.py`) computes the states and gradients of one batch, and `Probe` (here) builds packs and runs them on it.
@@ -6,11 +6,12 @@ The leak probe tests whether a document in a pack has the states that it has alo
 the modules where information crosses. `image_probe.py` and `prefix_probe.py` have subclasses of `Probe` for packs with
 images, and for packs whose documents share prefixes.
 
-Words: a *document* is one training example, here a tensor of random tokens. A *pack* is one row of documents, one after
-the other. A document runs *alone* as TRL without packing would train it. The *degree* is the number of ranks that share
-each pack (sequence parallelism), and these ranks are a *group*. *States* are last hidden states, before the LM head.
-A *run* is one forward of the model, and the *rows* of a document are the indices of its tokens in the pack. *Rounding*
-is the relative change that another order of the same sums may cause, so a smaller change is no defect.
+Words: a *document* is one training example, here a tensor of random tokens. A *pack* is one sequence of documents, one
+after the other. A document runs *alone* as TRL without packing would train it. The *degree* is the number of ranks that
+share each pack (sequence parallelism), and these ranks are a *group*. *States* are last hidden states, before the LM
+head. A *run* is one forward of the model, and the *rows* of a document are the positions of its tokens in the pack. An
+*engine* is DDP, DeepSpeed or FSDP. *Rounding* is the relative change that another order of the same sums may cause, so
+a smaller change is no defect.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,14 +33,18 @@ from ..group import ALONE, Group
 from .probed_model import CannotRun, ProbedModel, largest_distance
 from .randomness import watching_draws
 
-# Tokens of each document of the small pack: 47 in sum, a prime that no hidden size equals
+# Tokens of each document of the small pack: 47 in sum, a prime. No hidden size is 47, so the axis of tokens cannot be
+# confused with the axis of hidden values.
 DOCUMENT_LENGTHS = (13, 1, 11, 22)
-# The same for more than two ranks: the last document fills a rank's part and goes on in the next. 53 in sum, a prime
+# Tokens of each document if more than two ranks share the pack: 53 in sum, also a prime. The last document fills the
+# part of one rank and goes on in the next part.
 DOCUMENT_LENGTHS_OVER_RANKS = (13, 1, 11, 28)
 NUM_EXTRA_TOKENS = 3  # tokens by which a document is longer than the one in whose place it is put
 NUM_PADDING_TOKENS = 2  # tokens behind a document in a padded row
-READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest state, that is too large for rounding
-# Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
+# A larger change of earlier states, relative to the largest state, is no rounding
+READ_AHEAD_THRESHOLD = 1e-3
+# Below this relative difference of gradients, a difference can be rounding even if the model is in fp64, because some
+# modules compute in fp32
 SMALLEST_ROUNDING = 1e-4
 T = TypeVar("T")
 Documents = list[Any]  # the documents of a pack: tensors of tokens, or `ImageDocument` in the probe for images
@@ -119,22 +124,34 @@ class GradientRows(NamedTuple):
 class Probe(ProbedModel):
     """A model with the packs that are run through it. Each run raises `CannotRun` if the model raises on any rank.
 
+    Three contexts of `ProbedModel` set the model up. In `as_given` it has the attention with which the user gave it. In
+    `evaluating` it is in eval mode with the attention of packs. `unpacked` is both: eval mode and the user's attention.
+
+    Args:
+        model: the causal LM, bare or wrapped.
+        degree: number of ranks that share each pack.
+        user_attention: name of the attention with which the user gave the model, for example "sdpa"; see `ProbedModel`.
+
     Attributes:
-        reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
+        group: the ranks that share each pack, a `SequenceGroup`; on one rank a `LocalRank`.
+        reads_ahead: whether a token changes earlier states of its document, with the padding that unpacked TRL uses.
         dtype: the coarsest dtype among the outputs of modules. The first call of `run_without_draws` sets it.
-        silent: the modules that draw random numbers even in training without dropout. The same call sets it.
+        drawing_modules: the modules that draw random numbers even in training without dropout. The same call sets it.
     """
 
     dtype: torch.dtype
-    traces_leaks = True  # whether a pack holds its documents one after the other, as `tracing.py` expects
+    # Whether `tracing.py` can find the modules of a leak. It expects packs that hold documents one after the other.
+    traces_leaks = True
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
         self.reads_ahead = False
-        self.silent: list[nn.Module] = []
+        self.drawing_modules: list[nn.Module] = []
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         num_tokens = self.config.vocab_size
+        # Special tokens in the first half of the vocabulary are taken to be at its beginning, and words to begin behind
+        # them. Special tokens in the second half are excluded one by one.
         first_word = max((token for token in special if token < num_tokens // 2), default=0) + 1
         self._words = torch.tensor([token for token in range(first_word, num_tokens) if token not in special])
 
@@ -190,15 +207,15 @@ class Probe(ProbedModel):
             return self.states(self.make_row(ids))[0][: len(ids)]
 
     def forward_rows(self, ids: Tensor) -> None:
-        """Run rows without document boundaries, (B, n), with the attention of packs."""
+        """Run documents of equal length as a batch without boundaries, (B, n), with the attention of packs."""
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
     def error_unpacked(self) -> str | None:
-        """Return what the model raises on a row without packing, in training mode with its own attention, or None.
+        """Run a document without packing, in training mode with the user's attention. Return the error's text or None.
 
         `forward_alone` runs in eval mode without gradients, and so without checkpointing. Here gradients are enabled,
-        except with an engine, which would wait for a backward.
+        except with an engine (DDP, DeepSpeed or FSDP), which would wait for a backward.
         """
         ids = self.tokens(DOCUMENT_LENGTHS[0])
         try:
@@ -225,6 +242,8 @@ class Probe(ProbedModel):
     def _needs_padding(self) -> bool:
         """Whether documents alone are padded: they are if a token changes earlier states in a row without padding.
 
+        It is measured once, by the first document that runs alone. The measurement also sets `reads_ahead`.
+
         Unpacked TRL pads its rows. In nearly all models that changes nothing. But transformers drops a mask that hides
         nothing, and then the text part of PaliGemma is not causal.
         """
@@ -234,7 +253,9 @@ class Probe(ProbedModel):
 
         def changes_earlier_states(padded: bool) -> bool:
             first, second = self.states(self._make_rows(rows, padded))[:, :7]
-            return self.on_any_rank(largest_distance([first], [second]) > READS_AHEAD * first.abs().max().item())
+            return self.on_any_rank(
+                largest_distance([first], [second]) > READ_AHEAD_THRESHOLD * first.abs().max().item()
+            )
 
         with self.unpacked(len(ids)), torch.no_grad():
             self.reads_ahead = changes_earlier_states(padded=False)
@@ -247,7 +268,10 @@ class Probe(ProbedModel):
         return True
 
     def forward_padded(self, documents: list[Tensor]) -> None:
-        """Run the whole pack on each rank, with the padding that packs of this degree have."""
+        """Run the whole pack on each rank, with the padding that packs of this degree have.
+
+        `tracing.py` compares the values of modules in this run with the values of the parts that ranks compute.
+        """
         with torch.no_grad():
             self.states(self._make_batch(documents))
 
@@ -260,37 +284,38 @@ class Probe(ProbedModel):
     def run_without_draws(self, run: Callable[[], T]) -> T:
         """Call `run` without random draws of the model, and return its result.
 
-        First `run` is called while the modules that draw random numbers are noted in `silent`, and the coarsest dtype
-        of outputs in `dtype`. Such modules are routers with jitter or sampling, and the noise of NEFTune. If there are
-        any, they are set to eval mode and `run` is called again. The context `undisturbed`, in which this method is
-        called, restores their modes.
+        First `run` is called while the modules that draw random numbers are noted in `drawing_modules`, and the
+        coarsest dtype of outputs in `dtype`. Modules that draw are routers with jitter or sampling, and the noise of
+        NEFTune. If there are any, they are set to eval mode and `run` is called again. The context `undisturbed`, in
+        which this method is called, restores their modes.
         """
         with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):
             result = run()
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        self.silent = [module for module in self.inner.modules() if type(module) in drawing_classes]
+        self.drawing_modules = [module for module in self.inner.modules() if type(module) in drawing_classes]
         self.silence()
         return run() if drawing_classes else result
 
     def silence(self, *call: object) -> None:
-        """Set the modules in `silent` to eval mode again. It takes any arguments, so that it can be a forward hook."""
-        for module in self.silent:
+        """Set the `drawing_modules` to eval mode again. It takes any arguments, so that it can be a forward hook."""
+        for module in self.drawing_modules:
             module.training = False  # without `eval()`, which would include children that may not draw
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Return the largest gradient of one document's states with respect to another document's embeddings.
 
-        On one rank there are few backwards: number b differentiates all documents whose index has bit b set, and each
-        pair of documents differs in some bit. In a group of ranks there is one backward per document. Its gradient is
-        also compared with the gradient of the document alone, and a difference beyond rounding is returned, too: a
-        gradient that is not sent back to the rank where it belongs moves no other document.
+        On one rank there are few backwards: backward b sums the states of the documents whose index has bit b set. For
+        each pair of documents some backward contains one and not the other. In a group of ranks there is one backward
+        per document. Its gradient is also compared with the gradient of the document alone, and a difference beyond
+        rounding is returned, too. Otherwise a gradient that is not sent back to its rank would go unnoticed, because it
+        changes no gradient of another document.
 
         Returns:
             The largest gradient that should be 0 (or relative difference); None if the model does not support it.
         """
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
         limit = self.group.gradient_limit(self.rounding)
-        if limit is None:
+        if limit is None:  # one rank, where the gradients of documents alone are not compared
             bits = range((len(rows) - 1).bit_length())
             targets = [
                 GradientRows(None, torch.cat([own_rows for i, own_rows in enumerate(rows) if i >> bit & 1]))
@@ -299,15 +324,19 @@ class Probe(ProbedModel):
         else:
             targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
         try:
+            batch = self._make_batch(documents, self.group)
+            # Some kernels sum tokens of several documents in common, which rounds by up to one eps per token in the
+            # rows of other documents.
+            crossing_limit = mixer_support().tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps
             return self._gradient_error(
-                self._make_batch(documents, self.group),
+                batch,
                 targets,
                 limit=limit,
-                crossing_limit=mixer_support().tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
+                crossing_limit=crossing_limit,
             )
         except KernelError:
             raise
-        except ValueError as error:  # from a repaired module that is recomputed
+        except ValueError as error:  # of a repaired module that is recomputed without the boundaries of its forward
             raise CannotRun(str(error)) from error
 
     def _gradient_error(

@@ -14,10 +14,11 @@ A strategy that keeps the optimizer steps of unpacked training (`minibatch`) goe
 
 Words: a *document* is one training example. A *unit* is what planning packs as one thing: a document, or a family of
 documents that begin alike. A *pack* is a set of documents that pass through the model together; its *capacity* is the
-largest number of tokens (or rows, where documents share rows) that it may hold. A *slot* or *bin* is the place of one
-pack: one micro-batch of one optimizer step on one rank. With sequence parallelism a *group* of neighbouring ranks
-shares a pack; the number of ranks in a group is its *degree*. The *unpacked run* is the training that TRL would do with
-the same config and without packing.
+largest number of rows that it may hold. A *row* is a token of the packed tensor; it is counted once where documents
+share it as their common prefix. A *slot* is the place of one pack: one micro-batch of one optimizer step on one rank.
+`Bins` describes the slots of a step. With sequence parallelism a *group* of neighbouring ranks shares a pack; the
+number of ranks in a group is its *degree*. The *unpacked run* is the training that TRL would do with the same config
+and without packing.
 
 A new option of planning begins with a field of `Packing`, named as in `SFTConfig`. Letters: N documents, U units.
 """
@@ -63,7 +64,8 @@ class SettingInfo:
     on_restart: OnRestart = OnRestart.REFUSE
     used_by_streams: bool = True
     # False if the setting decides only where packs are trained, and not which packs the first epoch has. A cached plan
-    # is then valid for every value of the setting.
+    # is then valid for every value of the setting. Only the plan of the first epoch is cached: later epochs are planned
+    # with another random order.
     decides_packs: bool = True
 
 
@@ -91,7 +93,7 @@ class Packing:
     overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
 
-    # The order of a table, and its last step. A stream has its own order.
+    # The order of a table, and whether its last, incomplete step is dropped. A stream has its own order.
     seed: int = field(default=0, metadata=_metadata(used_by_streams=False))
     # False visits the units in the order of the table
     shuffle: bool = field(default=True, metadata=_metadata(used_by_streams=False))
@@ -112,11 +114,14 @@ class Packing:
 
     # What may share a pack
     tokens_per_rank: int | None = None  # most tokens of a pack on one rank; None without sequence parallelism
-    # "family" plans documents that begin alike as one unit. "off" and "pack" have the same plans.
+    # "family" plans documents that begin alike as one unit. "pack" shares the prefixes only of documents that are in
+    # one pack anyway, so it has the same plans as "off".
     share_prefixes: SharePrefixes = field(default="off", metadata=_metadata(used_by_streams=False))
     buffer_size: int = 1000  # most documents of a stream that wait for a pack
 
-    # How a step is dealt to slots. None of these settings moves a document to another step.
+    # How a step is dealt to slots. None of these settings moves a document to another step. With `balance="step"` the
+    # documents of a step are dealt so that ranks finish together, and with "none" they are not. Ranks wait for each
+    # other after every micro-batch (`synchronisation="micro"`) or only after a step ("step").
     balance: Balance = field(default="step", metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
     synchronisation: Synchronisation = field(
         default="micro", metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False)
@@ -130,11 +135,13 @@ class Packing:
     cost_model: CostModel = field(
         default=LLAMA_7B, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False)
     )
-    # True balances packs by trained tokens and not by cost, because the user's own loss may be a mean per micro-batch
+    # True balances trained tokens, and not costs, over the packs of a step, because the user's own loss may be a mean
+    # per micro-batch
     evens_targets: bool = field(default=False, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
 
     def __post_init__(self) -> None:
-        # A frozen instance can only be completed this way. `parallel` is cached, so it does not read the new value.
+        # A frozen instance can only be completed this way. `parallel` is computed here, from the degrees that were
+        # given, and then it is cached, so the new value does not change it.
         object.__setattr__(self, "degrees", self.parallel.degrees)
 
     # Sizes
@@ -157,7 +164,7 @@ class Packing:
             tokens_per_rank=self.tokens_per_rank,
             smallest=smallest_degree(self.max_length, self.tokens_per_rank),
             degrees=self.degrees or all_degrees,
-            fill=FILL,
+            fill=FILL,  # the default 1.0 is for packs that no ranks share
             speeds=self.speeds or Speeds(),
         )
 
@@ -168,7 +175,7 @@ class Packing:
 
     @property
     def capacity(self) -> int:
-        """The most tokens of a pack; with sequence parallelism, of a pack on the smallest group for `max_length`."""
+        """The most rows of a pack; with sequence parallelism, of a pack on the smallest group for `max_length`."""
         return self.parallel.smallest * self.parallel.tokens_per_rank
 
     @property
@@ -226,9 +233,11 @@ class Packing:
         Args:
             units: U units.
             epoch: number of the epoch, from which the random order is drawn.
-            block: the block of each unit, shape (U,). Only a strategy that cuts blocks needs it.
+            block: the block of each unit, shape (U,): the number of the piece of `max_length` consecutive tokens of the
+                concatenated table in which it lies. Only a strategy that cuts blocks needs it.
         """
-        # A unit with more rows than the planned capacity still fits into the capacity. Shortened, it fills its pack.
+        # A unit with more rows than the planned capacity still fits into the capacity. It is counted as having exactly
+        # the planned capacity, so it gets a pack of its own.
         rows = np.minimum(units.rows, self.planned_capacity)
         rng = self.make_rng(epoch)
         if self.traits.plan is None:
@@ -253,7 +262,7 @@ class Packing:
         # With several degrees the documents of a step are dealt again, which needs some room. With one degree the packs
         # are trained as they are, and may be full.
         capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity
-        # As in `plan`, a longer document fills its pack.
+        # As in `plan`, a longer document is counted as `capacity`, and gets a pack of its own.
         shortened = (min(length, capacity) for length in lengths)
         longest = min(self.max_length, capacity)
         return iter(StreamPacker(shortened, capacity, self.buffer_size, longest, bytes_of, most_bytes))
@@ -288,6 +297,7 @@ class Packing:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
         """
         step_of_documents = self.unpacked_step_of_documents(order)
+        # `bounds` has no place for the units of step -1, which come last, so they are in no slot.
         units_by_step, bounds = units.in_steps(order, step_of_documents, self.num_steps(len(order)))
         return schedule_steps(units, units_by_step, bounds, bins=self.bins)
 

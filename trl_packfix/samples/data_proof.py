@@ -3,13 +3,17 @@
 A chat template renders the keys that it knows, and ignores all other keys without an error. So a mark is put into every
 text of a few rows. These rows have every kind of text in the dataset (`text_kinds.py`). They are rendered as training
 renders them, with the chat template or with the user's `formatting_func`, and the marks are looked for: a text whose
-mark is missing is omitted from training, and a text whose mark is there twice is repeated. Numbers become rare numbers.
-A boolean or a null cannot be marked: it is replaced by another value, and the rendered row must change. The result is a
-`DataReport` (`data_report.py`), by which `make_samples.py` refuses a dataset or warns.
+mark is missing is omitted from training, and a text whose mark is there twice is repeated. A number is marked by
+replacing it with a rare number. A boolean or a null cannot be marked: it is replaced by another value, and the rendered
+row must change. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a dataset or warns.
 
 A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares texts
 with values that it knows. Then one text is marked at a time, and texts that change the rendered row even then are
 counted as not tried.
+
+Words: the *kind* of a text is its path in the row (such as `tool_calls[].function.name`), the role of its message, and
+the place of this message in the conversation. Some kinds are facts about a row, for example that a column is not read.
+The *shape* of a row is the set of all its kinds.
 """
 
 import inspect
@@ -31,12 +35,17 @@ from .data_report import DataReport, Finding
 from .marks import MARK, NUMBER, copy_texts, with_marks, without_marks
 from .rendering import FormattedRow, FormattingFunction, Rendering
 from .text_kinds import (
+    BEGINS_WITH_BOS,
     CONSTANT,
     CONTROL,
+    LABEL,
     LONGEST_LABEL,
     MEDIA,
+    NULL_IN,
     OTHER_FORM,
     PLACED,
+    RENAMED_ROLE,
+    UNREAD_COLUMN,
     Kind,
     KindReader,
     Leaf,
@@ -51,15 +60,17 @@ from .turns import TurnSettings, template_of
 NUM_OF_STREAM = 100  # rows that are read at the beginning of a stream
 NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
 MAX_NAMED = 10  # rows that a finding names
-MOST_SHAPES = 200  # shapes (sets of kinds in a row) of which one row is tried
+MOST_SHAPES = 200  # shapes of which one row is tried
 MOST_MARKS = 20_000  # marks in all rows together
-MOST_SINGLE = 50  # texts of a row that are marked one by one
-MOST_ALONE = 8  # texts of a kind that are rendered in their own turn
+MAX_TRIED_PER_ROW = 50  # texts of a row that are marked one by one, and its constants that are replaced one by one
+# Texts of a kind that are rendered while their turn is the last, and constants of a kind that are replaced
+MAX_TRIED_PER_KIND = 8
 ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
 SANITISED = '{"sanitize_control_tokens": True}'
 UNKNOWN = "zqrolex"  # a role that no template knows
-# Columns that other libraries render, and keys of messages by which they leave a message out of the loss
+# Names of columns that other libraries render
 RENDERED_COLUMNS = re.compile("prompt|system|instruction|input$|document|context|function|tools|history|video|audio")
+# Keys of messages by which other libraries exclude a message from the loss
 TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "mask")
 
 
@@ -100,8 +111,9 @@ def prove_data(
     row_kinds = read_kinds(dataset, reader, num=NUM_OF_STREAM, num_proc=num_proc)
     proof = _Proof(row_kinds, rendering, reader)
     covered: Counter[Kind] = Counter()
-    for shape, row in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first, strict=False):  # the most frequent first
-        if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(row):
+    # The most frequent shapes come first.
+    for shape, number in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first_rows, strict=False):
+        if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(number):
             covered.update(shape)
     texts = {kind for kind in row_kinds.kinds if kind.is_text}
     return DataReport(
@@ -147,12 +159,12 @@ class _Proof:
         self.num_with_bos = 0  # rows that `formatting_func` begins with BOS
         self.num_marks = 0
         self.states: dict[Kind, Counter[str]] = defaultdict(Counter)
-        self.examples: dict[Kind, str] = {}  # for each kind with missing texts, one of them
+        self.examples: dict[Kind, str] = {}  # for each kind, a text that is missing or a constant that was replaced
         self.unknown_roles: set[str] = set()
         self.python_paths: set[str] = set()  # paths of lists and dictionaries that Python printed into the text
-        self.escaped_paths: set[str] = set()  # paths of texts of JSON that are a text inside JSON
+        self.escaped_paths: set[str] = set()  # paths of arguments given as text of JSON, which is escaped again
         self.unread_arguments: set[str] = set()
-        self.null_columns: set[str] = set()  # columns whose keys that Arrow added would be in the text
+        self.null_columns: set[str] = set()  # columns where nulls that Arrow added would be rendered
         self.copied_columns: set[str] = set()  # columns whose texts are in the messages too
 
     def render(self, number: int) -> bool:
@@ -169,26 +181,27 @@ class _Proof:
             if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
                 return False
             self.num_marks += num_marks
-            if not self._follow(conversation, text, None):
-                for i in range(min(num_marks, MOST_SINGLE)):
-                    self._follow(conversation, text, i)
-            self._follow_constants(conversation, text)
-            self._look(conversation, text)
-            self._look_at_columns(raw_row, row, conversation, text=text)
+            if not self._mark_and_count(conversation, text, None):
+                for i in range(min(num_marks, MAX_TRIED_PER_ROW)):
+                    self._mark_and_count(conversation, text, i)
+            self._replace_constants_and_count(conversation, text)
+            self._note_roles_and_arguments(conversation, text)
+            self._note_copied_and_null_columns(raw_row, row, conversation, text=text)
         except Exception:  # the proof must never end a training run that could tokenise the row
             return False
         self.num_rendered += 1
         return True
 
-    def _look_at_columns(
+    def _note_copied_and_null_columns(
         self, raw_row: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
     ) -> None:
-        """Note columns whose texts are in the messages too, and columns whose added keys would be in the text."""
+        """Note columns whose texts are in the messages too, and columns where added nulls would be rendered."""
         messages = conversation.messages
         if isinstance(conversation, FormattedRow):
-            messages = messages[1:]  # the first has the columns themselves
+            messages = messages[1:]  # the first message of a `FormattedRow` is the row itself
         message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(messages, {})}
         columns = {name: value.strip() for name, value in row.items() if isinstance(value, str)}
+        # A shorter value may be in the text by chance.
         long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
         self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
         changed = [name for name in self.structs if raw_row.get(name) != row.get(name)]
@@ -197,7 +210,7 @@ class _Proof:
             if self.rendering.text_or_none(with_nulls) != text:
                 self.null_columns.add(name)
 
-    def _follow(self, conversation: Conversation, text: str, only: int | None) -> bool:
+    def _mark_and_count(self, conversation: Conversation, text: str, only: int | None) -> bool:
         """Mark all texts, or text number `only`, and count what becomes of the marks.
 
         Returns:
@@ -211,20 +224,22 @@ class _Proof:
         texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
         for mark, (leaf, value) in marks.items():
             state = "kept"
+            # With `per_turn` the text is that of all samples, and each sample repeats the turns before its last one.
             if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
                 state = "repeated"
-            if not counts[mark] and (leaf.message, value) not in texts_found:  # a thought may have several names
+            # A message may have the same thought as `reasoning` and as `reasoning_content`, and one of them is enough.
+            if not counts[mark] and (leaf.message, value) not in texts_found:
                 state = self._how_it_is_left_out(marked, mark, leaf)
             self.states[leaf.kind][state] += 1
             if state.startswith("left out"):
                 self.examples.setdefault(leaf.kind, shorten(str(value), NUM_SHOWN, placeholder=" ..."))
         return True
 
-    def _follow_constants(self, conversation: Conversation, text: str) -> None:
+    def _replace_constants_and_count(self, conversation: Conversation, text: str) -> None:
         """Replace each boolean and null of tools and arguments, one at a time, and count if the text changes."""
-        for i, constant in enumerate(_constants(conversation)[:MOST_SINGLE]):
+        for i, constant in enumerate(_constants(conversation)[:MAX_TRIED_PER_ROW]):
             states = self.states.get(constant.kind, Counter())
-            if states.total() >= MOST_ALONE:
+            if states.total() >= MAX_TRIED_PER_KIND:
                 continue
             changed = copy_texts(conversation)
             leaf = _constants(changed)[i]
@@ -236,22 +251,26 @@ class _Proof:
                 self.examples.setdefault(leaf.kind, json.dumps(value))
 
     def _how_it_is_left_out(self, marked: Conversation, mark: str, leaf: Leaf) -> str:
-        """Return "left out later" if a text of the assistant is rendered in its own turn, else "left out"."""
+        """Return "left out", or "left out later" if a text is missing only because later turns follow.
+
+        Templates may render a thought of the assistant while its turn is the last, and omit it from the history.
+        """
         known = self.states[leaf.kind]
         if leaf.kind.role != "assistant" or self.rendering.per_turn:
             return "left out"
-        if known["left out"] + known["left out later"] >= MOST_ALONE:  # a conversation may have thousands of turns
+        # A conversation may have thousands of turns, so only the first texts of a kind are rendered in their own turn.
+        if known["left out"] + known["left out later"] >= MAX_TRIED_PER_KIND:
             return "left out" if known["left out"] else "left out later"
         own_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
         return "left out later" if mark in (self.rendering.text_or_none(own_turn) or "").lower() else "left out"
 
-    def _look(self, conversation: Conversation, text: str) -> None:
-        """Look for unknown roles, unread arguments and Python's texts in a row that is rendered without marks."""
+    def _note_roles_and_arguments(self, conversation: Conversation, text: str) -> None:
+        """Note unknown roles, unread arguments and badly written values of a row that is rendered without marks."""
         messages = conversation.messages
         arguments = conversation.arguments
         if isinstance(conversation, FormattedRow):
             self.num_with_bos += bool(self.bos) and text.startswith(self.bos)
-            self._look_at_values(list(messages[0].items()), text)
+            self._note_badly_written_values(list(messages[0].items()), text)
             return
         for role in {message["role"] for message in messages} - {*ROLES}:
             renamed = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
@@ -263,16 +282,16 @@ class _Proof:
         for call in calls:
             values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
-        self._look_at_values(values, text)
+        self._note_badly_written_values(values, text)
         source = str(template_of(self.rendering.tokenizer, arguments))
         known = inspect.signature(type(self.rendering.tokenizer).apply_chat_template).parameters
         self.unread_arguments |= {
             name for name in arguments if name not in known and not re.search(rf"\b{name}\b", source)
         }
 
-    def _look_at_values(self, values: list[tuple[str, Any]], text: str) -> None:
+    def _note_badly_written_values(self, values: list[tuple[str, Any]], text: str) -> None:
         """Note the paths of values that Python printed into the text, and of JSON that is written as a text of JSON."""
-        for path, value in values[:MOST_SINGLE] + values[-MOST_SINGLE:]:
+        for path, value in values[:MAX_TRIED_PER_ROW] + values[-MAX_TRIED_PER_ROW:]:
             if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
                 self.python_paths.add(path)
             if path == "tool_calls" and isinstance(value, str) and '"' in value and json.dumps(value)[1:-1] in text:
@@ -294,22 +313,21 @@ class _Proof:
 
     def findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield a finding for everything that is missing from the tokens, repeated or changed."""
-        if self.rendering.needs_assistant and not isinstance(self.row_kinds.rows, list):
-            speaking = {kind for kind in self.row_kinds.kinds if not kind.path and kind.role == "assistant"} | {
-                OTHER_FORM
-            }
+        if self.rendering.needs_assistant and not self.row_kinds.is_of_stream:
+            # Rows with `prompt` or `conversations` are not judged here.
+            assistant_kinds = {kind for kind in self.row_kinds.kinds if not kind.path and kind.role == "assistant"}
             yield from self._finding(
                 "have no assistant message, and `assistant_only_loss=True` was given",
                 None,
-                without=speaking,
+                without=assistant_kinds | {OTHER_FORM},
                 cause="They have no token to train.",
                 remedy="Remove these rows (`dataset.select`), or set `assistant_only_loss=False`.",
                 severity="error",
             )
         if self.rendering.formatting_func is None:
-            yield from self._of_media(has_images=has_images)
-            yield from self._of_train_keys()
-        yield from self._of_texts()
+            yield from self._media_findings(has_images=has_images)
+            yield from self._train_key_findings()
+        yield from self._text_findings()
         for path in sorted(self.python_paths):
             yield from self._finding(
                 f"have `{path}` that {self.rendering.name} writes as Python writes a list or a dictionary",
@@ -335,7 +353,7 @@ class _Proof:
         for name in sorted(self.null_columns):
             yield from self._finding(
                 f"have keys in `{name}` that are None only because other rows have them; they are taken out",
-                self._kinds(f"Null in {name}"),
+                self._kinds(f"{NULL_IN}{name}"),
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
                 severity="mended",
             )
@@ -347,26 +365,29 @@ class _Proof:
             remedy=f"Remove the tokens, or {needed}give these rows `{SANITISED}` in a column `chat_template_kwargs`"
             + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
         )
+        all_begin_with_bos = self.num_with_bos > 0 and self.num_with_bos == self.num_rendered
         yield from self._finding(
             "are texts that begin with BOS",
-            None if self.num_with_bos and self.num_with_bos == self.num_rendered else self._kinds("BOS"),
+            None if all_begin_with_bos else self._kinds(BEGINS_WITH_BOS),
             cause="The tokenizer adds BOS, too, so these documents begin with two.",
             remedy="Remove it from the texts, or give the messages themselves.",
         )
         yield from self._finding(
             "have the roles `human` or `gpt` in `conversations`, which are renamed to `user` and `assistant`",
-            self._kinds("Renamed role"),
+            self._kinds(RENAMED_ROLE),
             severity="mended",
         )
-        yield from self._of_unread()
+        yield from self._unread_findings()
 
-    def _of_texts(self) -> Iterator[Finding]:
+    def _text_findings(self) -> Iterator[Finding]:
         """Yield findings of texts that are missing or repeated, one for all texts of a path and role."""
         rendered_roots = {_root(kind.path) for kind, states in self.states.items() if states["kept"]}
         groups: dict[tuple[str, str], dict[Kind, Counter[str]]] = defaultdict(dict)
         for kind, states in self.states.items():
+            # If nothing of a column or key is rendered, one finding names it, and not each of its paths.
             root = _root(kind.path)
-            groups[_grouped(kind.path) if root in rendered_roots else root, kind.role][kind] = states
+            path = _grouped(kind.path) if root in rendered_roots else root
+            groups[path, kind.role][kind] = states
         for (path, role), group in groups.items():
             where = f"have `{path}`" + (f" in messages of the role `{role}`" if role else "")
             lost = {kind: states for kind, states in group.items() if states["left out"] or states["left out later"]}
@@ -391,29 +412,28 @@ class _Proof:
         cause_of_loss = {"example": example, "cause": f"{cause} The model never sees them."}
         if self.rendering.formatting_func is not None:
             return cause_of_loss | {"remedy": "Write them into the text that `formatting_func` returns."}
-        template = "`chat_template_path` to a template that renders it"
-        otherwise = "write it into `content`"
-        if self._loses_side(path, role):
+        rendering_template = "`chat_template_path` to a template that renders it"
+        if self._loses_whole_role(path, role):
             return {
                 "example": example,
                 "cause": f"{cause} Nothing that the {role} says would be in the tokens.",
-                "remedy": f"Write `content` as text, or set {template}.",
+                "remedy": f"Write `content` as text, or set {rendering_template}.",
                 "severity": "error",
             }
-        remedy = f"Set {template}, or {otherwise}."
+        remedy = f"Set {rendering_template}, or write it into `content`."
         if not states["left out"]:
             remedy = "Set `per_turn=True`, which trains each turn as it is rendered when it is the last."
         elif role not in (*ROLES, ""):
-            remedy = f"Rename the role to one that the template knows, or set {template}."
+            remedy = f"Rename the role to one that the template knows, or set {rendering_template}."
         return cause_of_loss | {"remedy": remedy}
 
-    def _loses_side(self, path: str, role: str) -> bool:
+    def _loses_whole_role(self, path: str, role: str) -> bool:
         """Return whether all texts of the user or of the assistant are missing, apart from thoughts."""
         texts = [states for kind, states in self.states.items() if kind.role == role and "think" not in kind.path]
         is_lost = not any(states["kept"] or states["repeated"] or states["left out later"] for states in texts)
         return role in ("user", "assistant") and path.startswith("content") and "think" not in path and is_lost
 
-    def _of_media(self, *, has_images: bool) -> Iterator[Finding]:
+    def _media_findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield findings of images, videos and sounds in messages that are not read."""
         for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.is_medium}):
             name = path.partition(" ")[0]
@@ -438,8 +458,12 @@ class _Proof:
             severity="error" if is_token else "warning",
         )
 
-    def _of_train_keys(self) -> Iterator[Finding]:
-        """Yield findings of keys that exclude messages from training, but are not read."""
+    def _train_key_findings(self) -> Iterator[Finding]:
+        """Yield findings of keys that exclude messages from training, but are not read.
+
+        There are three cases: `assistant_only_loss=False`, where no key is read; a key other than `message_train_key`,
+        which says 0; and a key that is neither 0 nor 1.
+        """
         train_key = self.rendering.train_key
         is_read = self.rendering.trains_assistant
         train_key_kinds = {kind for kind in self.row_kinds.kinds if kind.path.startswith(f"{train_key}=")}
@@ -463,7 +487,7 @@ class _Proof:
                 severity="error" if key in (train_key, *TRAIN_KEYS) else "note",
             )
         for key in TRAIN_KEYS if train_key else ():
-            if not (key == train_key and is_read):  # then such a row is bad
+            if not (key == train_key and is_read):  # such a row is refused when samples are made
                 yield from self._finding(
                     f"have messages with a `{key}` that is neither 0 nor 1, which is not read",
                     self._kinds(f"{key}=number", "assistant" if is_read else None),
@@ -472,7 +496,7 @@ class _Proof:
                     "`message_train_key=None` if the key means something else.",
                 )
 
-    def _of_unread(self) -> Iterator[Finding]:
+    def _unread_findings(self) -> Iterator[Finding]:
         """Yield findings of columns, labels of messages and template arguments that are not read."""
         for name in sorted(self.unread_arguments):
             yield from self._finding(
@@ -480,11 +504,13 @@ class _Proof:
                 {kind for kind in self.row_kinds.kinds if kind.path.startswith((name, f"chat_template_kwargs.{name}"))},
                 remedy="Correct its name, or remove it.",
             )
-        for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.path.startswith(("Column ", "label "))}):
-            where, name = path.split(" ", 1)
-            if where == "Column":
-                yield from self._unread_column(name, self._kinds(path))
+        for path in sorted(
+            {kind.path for kind in self.row_kinds.kinds if kind.path.startswith((UNREAD_COLUMN, LABEL))}
+        ):
+            if path.startswith(UNREAD_COLUMN):
+                yield from self._unread_column(path.removeprefix(UNREAD_COLUMN), self._kinds(path))
             else:
+                name = path.removeprefix(LABEL)
                 yield from self._finding(f"have `{name}` in messages", self._kinds(path), severity="note")
 
     def _unread_column(self, name: str, kinds: Collection[Kind]) -> Iterator[Finding]:
@@ -502,6 +528,7 @@ class _Proof:
 
 
 def _root(path: str) -> str:
+    """Return the path up to its first list."""
     return path.partition("[")[0]
 
 
@@ -514,7 +541,8 @@ def _grouped(path: str) -> str:
     return re.sub(r"(arguments|properties)\b.*", r"\1", path)
 
 
-def _as_json(value: object) -> str | None:
+def _as_json(value: object) -> str:
+    """Return a value as text of JSON, or as Python writes it if it has no JSON."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:  # an image

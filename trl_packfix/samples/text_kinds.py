@@ -39,8 +39,14 @@ SCHEMA = {
     "additionalProperties",
 }
 CONSTANT = " (true, false or null)"  # end of the path of such a value in a tool or in the arguments of a call
+# Paths of kinds that are facts about a row, see `KindReader`. The last three begin a path that ends with a name.
 CONTROL = "Control token"
 PLACED = "Placeholder"
+BEGINS_WITH_BOS = "BOS"
+RENAMED_ROLE = "Renamed role"
+NULL_IN = "Null in "
+UNREAD_COLUMN = "Column "
+LABEL = "label "
 MEDIA = re.compile("image|video|audio")
 THOUGHT = re.compile(r"(</?think>)")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one text, which transformers copies to the others
@@ -130,15 +136,15 @@ class KindReader:
             is_sanitised = asks_to_sanitise and sanitises_control_tokens()
             yield from self._kinds_of_messages(messages, num_prompt, "" if is_sanitised else self.control)
             yield from _kinds_of_arguments(row)
-            yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != raw_row[name])
+            yield from (Kind(f"{NULL_IN}{name}") for name in self.structs if name in row and row[name] != raw_row[name])
         elif columns and self.bos and row[columns[0]].startswith(self.bos):
-            yield Kind("BOS")
+            yield Kind(BEGINS_WITH_BOS)
         if columns[:1] in (("prompt",), ("conversations",)):
             yield OTHER_FORM
         for name, value in row.items():
             is_read = name in columns or (messages and name in ("tools", "chat_template_kwargs"))
             if not is_read and isinstance(value, str | list | dict) and value and not str(value).isspace():
-                yield Kind(f"Column {name}")
+                yield Kind(f"{UNREAD_COLUMN}{name}")
 
     def _kinds_of_messages(self, messages: list[Message], num_prompt: int, pattern: str) -> set[Kind]:
         control = _compiled(pattern) if pattern else None
@@ -154,7 +160,7 @@ class KindReader:
                 if i >= num_prompt or "=" not in path:  # what is said of training a prompt does not matter
                     kinds.add((path, role, place))
             if message.get("from") in ROLES:
-                kinds.add(("Renamed role", "", ""))
+                kinds.add((RENAMED_ROLE, "", ""))
         return {Kind(*kind) for kind in kinds}
 
 
@@ -225,7 +231,7 @@ def _add_text(message: Message, key: str, places: list[Place]) -> None:
         if "</think>" in text:
             places.append((f"{name} before </think>", message, key))
     elif "role" in message and name not in THOUGHTS and len(text) < LONGEST_LABEL and len(text.split()) == 1:
-        name = f"label {name}"  # an id, a date, a language: no text to train
+        name = f"{LABEL}{name}"  # an id, a date, a language: no text to train
     if not text.isspace():
         places.append((name, message, key))
 
@@ -309,11 +315,16 @@ class RowKinds:
 
     rows: Any  # the table, or a list of the first rows of a stream
     shapes: list[frozenset[Kind]]  # the sets of kinds that rows have, the most frequent first
-    first: list[int]  # for each shape the index of the first row that has it
+    first_rows: list[int]  # for each shape the index of the first row that has it
     shape_of: npt.NDArray[np.int64]  # for each row the index of its shape, shape (rows,)
 
     def __len__(self) -> int:
         return len(self.shape_of)
+
+    @property
+    def is_of_stream(self) -> bool:
+        """Whether the rows are the first rows of a stream."""
+        return isinstance(self.rows, list)
 
     def rows_with(self, kinds: Collection[Kind]) -> npt.NDArray[np.int64]:
         """Return the indices of the rows that have at least one of these kinds."""

@@ -1,9 +1,10 @@
 """Which choices of a user cannot be combined, why not, and what to set instead: one record for each choice.
 
-`choices.py` defines the conditions that a run may meet; a `ChoiceConflicts` says of one condition which others exclude
-it. `refuse_conflicts` raises a message for the first two that meet. It is called when the config is constructed, when
-the trainer is constructed, when the engine is known, and at the first step, each time with more known of the run.
-docs/combinations.md is written from the same records (`tools/combinations.py`).
+`choices.py` defines the conditions that a run may meet. A `ChoiceConflicts` names one of them, the choice, and the
+conditions that exclude it. `refuse_conflicts` raises an error for the first choice that meets a condition that excludes
+it. It is called when the config is constructed, when the trainer is constructed, when the engine is known, and at the
+first step, each time with more known of the run. docs/combinations.md is written from the same records
+(`tools/combinations.py`).
 """
 
 from dataclasses import dataclass, field

@@ -187,7 +187,7 @@ class FirstStep:
             max(document_length(document) for pack in packs for document in pack)
         )
         if not self._has_collectives:  # then each rank compares its own long documents, without waiting for other ranks
-            unwrapped_probe.silent = self._probe.silent
+            unwrapped_probe.drawing_modules = self._probe.drawing_modules
             self._probe = unwrapped_probe
 
         # Last, write the line of the report
