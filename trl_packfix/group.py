@@ -1,8 +1,9 @@
-"""The ranks that share a pack: sequence parallelism, of which a rank with packs of its own is the ordinary case.
+"""The ranks that share a pack. Usually a rank has its own packs; with sequence parallelism several ranks share one.
 
-With `tokens_per_rank` several neighbouring ranks may share a pack. They are a *group*, its size s is the *degree*, and
-each rank holds a *part* of the pack, T / s of its T tokens. Every batch and every packed forward has a `Group`. A rank
-that shares its pack with no other rank is *alone*, in a group of size 1, for which no operation here communicates.
+If the config sets `tokens_per_rank`, the most tokens of a pack that one rank holds, several neighbouring ranks may
+share a pack. They are a *group*, its size s is the *degree*, and each rank holds a *part* of the pack, T / s of its T
+tokens. Every batch and every packed forward has a `Group`. A rank that shares its pack with no other rank is *alone*,
+in a group of size 1, for which no operation here communicates.
 
 `planning/degrees.py` chooses the degree of each micro-step. A group is a value, which travels with documents
 (`data/rank_share.py`), batches (`layout.py`) and forwards (`attention/packed_forward.py`). The process groups of torch,
@@ -12,14 +13,21 @@ over which ranks communicate, are made once for each degree, by `make_groups`, a
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# By degree: the process group of all ranks at the time when the group was made, and the group of this rank
-_process_groups: dict[int, tuple[Any, Any]] = {}
+
+class MadeGroup(NamedTuple):
+    """A process group that was made for one degree. It is stale once `dist.group.WORLD` is another object."""
+
+    world: Any  # the process group of all ranks, when this group was made
+    process_group: Any  # the process group of this rank and of the ranks with which it shares packs
+
+
+_process_groups: dict[int, MadeGroup] = {}  # by degree
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,12 @@ class Group:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank counts what a group has only once, such as the documents of its pack."""
+        """Whether this rank counts, for the whole group, what the ranks share, such as the documents of the pack."""
         return self.rank == 0
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks of this group, which are several.
+        """The process group of the ranks of this group. Only for groups of two or more ranks.
 
         Raises:
             RuntimeError: `make_groups` has not made it.
@@ -65,17 +73,20 @@ class Group:
         >>> Group(size=2, rank=1).rows(6), Group().rows(6)
         (slice(3, 6, None), slice(0, 6, None))
         """
-        assert num_rows % self.size == 0, "collated with padding to a multiple of the degree"
+        assert num_rows % self.size == 0, "the collator pads a pack to a multiple of the degree"
         return slice(self.rank * num_rows // self.size, (self.rank + 1) * num_rows // self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add the tensors of all ranks, in place, and return the tensor. All ranks must call it."""
+        """Add the tensors of all ranks of the group, in place, and return the sum. All of these ranks must call it."""
         if not self.is_alone:
             dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks, of equal shapes, concatenated along `dim`. All ranks must call it."""
+        """Return the parts of all ranks of the group concatenated along `dim`.
+
+        All ranks of the group must call it, with parts of equal shapes.
+        """
         if self.is_alone:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
@@ -106,18 +117,20 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
         first_rank = dist.get_rank() // degree * degree
         ranks = list(range(first_rank, first_rank + degree))
         try:
-            # Each rank makes its own group only. 512 ranks, for instance, have 511 groups of all degrees together.
+            # Each rank makes its own group only. It would be slow to make all groups on every rank: 512 ranks, for
+            # instance, have 511 groups of all degrees together.
             process_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         except NotImplementedError:
             # With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 all ranks have to make all groups of the degree.
             first_ranks = range(0, world_size, degree)
             process_groups = [dist.new_group([*range(rank, rank + degree)], timeout=timeout) for rank in first_ranks]
             process_group = process_groups[first_rank // degree]
-        _process_groups[degree] = (dist.group.WORLD, process_group)
+        _process_groups[degree] = MadeGroup(dist.group.WORLD, process_group)
 
 
 def _find_process_group(degree: int) -> Any:
     """Return the process group of a degree; None if it was not made, or made for an earlier set of ranks."""
-    world, process_group = _process_groups.get(degree, (None, None))
-    is_current = world is not None and dist.is_initialized() and world is dist.group.WORLD
-    return process_group if is_current else None
+    group = _process_groups.get(degree)
+    if group is None or group.world is None or not dist.is_initialized():
+        return None
+    return group.process_group if group.world is dist.group.WORLD else None

@@ -38,7 +38,7 @@ def test_restarted_positions_need_no_groups_of_documents(monkeypatch):
     """Each group uploads indices, and the host waits for every one."""
     model = zoo.build_model("bart")
     packed_model(model).prove(model)
-    monkeypatch.setattr(PackedForward, "documents", None)
+    monkeypatch.setattr(PackedForward, "repaired_batches", None)
     assert model(**pack([5, 1, 9])).logits.shape[1] == 15
 
 

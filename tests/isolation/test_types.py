@@ -11,7 +11,7 @@ from sweep.double import in_double
 from sweep.judge import Judge, PrefixJudge, packed
 
 from trl_packfix import check_isolation
-from trl_packfix.attention.mixer_support import mixer_places
+from trl_packfix.attention.mixer_support import mixer_function_places
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.features.prefixes.sharing import PrefixSharing
@@ -90,7 +90,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     wanted = (TYPES | NEW)[model_type]
     model = zoo.build_model(model_type)
     pristine = zoo.build_model(model_type)
-    places = mixer_places(model)
+    places = mixer_function_places(model)
     assert all(".modeling_" in names["__name__"] for names, _ in places)
     assert {name for _, name in places} == wanted.mixers
     weights = {name: value.clone() for name, value in model.state_dict().items()}

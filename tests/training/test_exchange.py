@@ -95,7 +95,7 @@ REFUSED = [
     (lambda: Group(2).process_group, r"no process group of 2 ranks.*cannot exchange.*`SFTTrainer`"),
     (lambda: attend(8, PART), r"got 8 tokens.*each of the 2 ranks .* holds 4.*Set tokens_per_rank=None"),
     (lambda: attend(4, PART, dropout=0.1), "dropout=0.1 on a part of a pack.*same random numbers.*attention_dropout"),
-    (lambda: PART.documents(1.0), r"repaired module got a part of a pack that 2 ranks share.*whole documents"),
+    (lambda: PART.repaired_batches(1.0), r"repaired module got a part of a pack that 2 ranks share.*whole documents"),
 ]
 
 

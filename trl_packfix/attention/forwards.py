@@ -276,7 +276,7 @@ def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     Otherwise transformers would derive them from `position_ids`, and the host would wait for the device.
     """
     running = running_forward()
-    if running is None or running.rows is not None or kwargs.get("cu_seq_lens_q") is not None:
+    if running is None or running.num_rows is not None or kwargs.get("cu_seq_lens_q") is not None:
         return None
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
 

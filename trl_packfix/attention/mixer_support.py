@@ -47,7 +47,7 @@ class MixerSupport:
         Raises:
             ValueError: the model has such functions, and they cannot be replaced.
         """
-        names = sorted({name for _, name in mixer_places(model)})
+        names = sorted({name for _, name in mixer_function_places(model)})
         if names:
             raise ValueError(
                 f"{type(model).__name__} has layers that mix tokens by {len(names)} function(s) beside attention "
@@ -57,7 +57,7 @@ class MixerSupport:
             )
         return NOTHING_REPLACED
 
-    def are_in(self, config: PreTrainedConfig) -> bool:
+    def config_has_mixers(self, config: PreTrainedConfig) -> bool:
         """Return whether transformers' model of a text config has mixers."""
         return False
 
@@ -66,12 +66,16 @@ class MixerSupport:
         return 0
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
-        """Return the names for pip of the packages whose kernels the mixers of a model lack; None without mixers."""
+        """Return the names for pip of the packages whose kernels the mixers of a model lack.
+
+        Returns:
+            The sorted names; [] if no kernel is missing, and None if the model uses no known kernel.
+        """
         return None
 
 
-def mixer_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return where the mixers of a model find their functions: the namespace of a modeling module, and a name in it.
+def mixer_function_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return where the mixers of a model find their functions, as (namespace of a modeling module, name) pairs.
 
     Modules of adapters and of wrappers have no such names.
     """

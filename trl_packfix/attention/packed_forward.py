@@ -73,7 +73,7 @@ class PackedForward:
         cu_seq_lens_q, cu_seq_lens_k: where the queries and where the keys of each document begin, and T at the end.
             int32, (N + 1,) for N documents. Both are equal, unless documents share prefixes.
         max_length_q, max_length_k: the most queries and the most keys of a document, in tokens.
-        rows: inside a repaired module, the number of rows of the batch, with one document per row, right-padded to
+        num_rows: inside a repaired module, the number of rows of the batch, with one document per row, right-padded to
             `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. None elsewhere.
         ignores_masks: whether attention ignores masks that the model makes itself, because the leak probe found that
             they say no more than the boundaries.
@@ -81,12 +81,13 @@ class PackedForward:
         part_tokens: the tokens of the pack on each of them; 0 if no other rank shares the pack.
         kv_index: if documents share prefixes, the positions in the pack of the keys of all runs, end to end
             (`features/prefixes`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs, and
-            `cu_seq_lens_k` of their keys.
+            `cu_seq_lens_k` the boundaries of their keys. For example, a run at positions 0 to 3, and a run at
+            positions 4 and 5 of a document with the prefix at 0 and 1, have the keys [0, 1, 2, 3] and [0, 1, 4, 5].
         run_lengths: the number of queries and the number of keys of each run, (runs, 2), on the host.
-        launches: how a flash kernel is launched on groups of documents, as (first document, last document + 1, first
-            token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.
+        launches: how a flash kernel is launched on batches of documents, each as (first document, last document + 1,
+            first token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.
         mixers: the functions of the model's mixers, which are replaced during this forward. The default is None,
-            because torch does not compile a default that is an object.
+            because torch.compile cannot construct a default that is an object.
         derived: the cached results of functions that are `once_per_pack`.
     """
 
@@ -94,7 +95,7 @@ class PackedForward:
     cu_seq_lens_k: Tensor
     max_length_q: int
     max_length_k: int
-    rows: int | None = None
+    num_rows: int | None = None
     ignores_masks: bool = False
     group: Group = ALONE
     part_tokens: int = 0
@@ -127,7 +128,7 @@ class PackedForward:
         return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided_budget(budget))
 
     @once_per_pack
-    def documents(self, budget: float) -> "tuple[DocumentRows, list[PackedForward]]":
+    def repaired_batches(self, budget: float) -> "tuple[DocumentRows, list[PackedForward]]":
         """Return `document_rows`, and for each of its batches the packed forward in which a repaired module runs it.
 
         Raises:
@@ -145,23 +146,26 @@ class PackedForward:
             )
         rows = self.document_rows(budget)
         forwards = []
-        for group in rows.groups:
-            num_rows = group.num_rows
-            longest = group.longest
+        for batch in rows.groups:
+            num_rows = batch.num_rows
+            longest = batch.longest
             bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
-            forwards.append(PackedForward(bounds, bounds, longest, longest, rows=num_rows))
+            forwards.append(PackedForward(bounds, bounds, longest, longest, num_rows=num_rows))
         return rows, forwards
 
 
 class ThreadState(threading.local):
-    """What is running in this thread. Each thread has its own: two may train, or one may evaluate while one trains.
+    """The packed forwards that are running in this thread.
 
-    The backward of CUDA tensors runs in a thread of torch. A layer that is recomputed there enters its forward there.
+    Each thread has its own state, because one thread may evaluate, or train another model, while another thread trains.
+    The backward of CUDA tensors runs in a thread of torch. There, a checkpointed layer that is recomputed enters its
+    packed forward again.
 
     Attributes:
         packed_forwards: the packed forwards that are running, the innermost last. A repaired module runs one inside of
             the model's forward.
-        num_undivided: how many `all_in_one_batch` are open.
+        num_undivided: how many contexts of `all_in_one_batch` are open, one inside of another. Above 0, documents are
+            not divided among batches by a budget.
     """
 
     def __init__(self) -> None:
@@ -174,7 +178,7 @@ this_thread = ThreadState()
 
 @contextmanager
 def all_in_one_batch() -> Iterator[None]:
-    """Make all documents that may share a padded batch share one, whatever the budget.
+    """Within this context, put all documents that may share a padded batch into one batch, whatever the budget.
 
     The leak probe uses this context, because in training documents of any two lengths may come into one batch.
     """
@@ -204,7 +208,7 @@ def running_pack() -> PackedForward | None:
     Inside of a repaired module the result is None, because there each row of the input is one document.
     """
     running = running_forward()
-    return None if running is None or running.rows is not None else running
+    return None if running is None or running.num_rows is not None else running
 
 
 def enter_packed_forward(running: PackedForward) -> None:

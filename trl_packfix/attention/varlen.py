@@ -130,7 +130,7 @@ def varlen_attention(
     running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: AttentionOptions = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-    if running is not None and running.rows is not None:
+    if running is not None and running.num_rows is not None:
         # In a repaired module each row is one document. With an attention mask this is a normal unpacked call.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
     else:
@@ -148,7 +148,7 @@ def varlen_attention(
     # A packed call:
     # 1. The rows of a repaired module become one row, whose boundaries are in `running`.
     num_rows = query.shape[0]
-    if running is not None and running.rows is not None:
+    if running is not None and running.num_rows is not None:
         query, key, value = (_end_to_end(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
@@ -236,10 +236,10 @@ def varlen_mask(
     """
     running = running_forward()
     has_own_mask = attention_mask is not None or kwargs.get("use_vmap")
-    if running is None or (running.rows is not None and has_own_mask):
+    if running is None or (running.num_rows is not None and has_own_mask):
         kwargs["attention_mask"] = attention_mask
         return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
-    if batch_size != (running.rows or 1) or q_length != kv_length:
+    if batch_size != (running.num_rows or 1) or q_length != kv_length:
         raise ValueError(
             f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: a pack is one row "
             f"without padding or cache, with as many keys as queries. {FEED_A_PACK}"
@@ -270,9 +270,9 @@ def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
     Raises:
         ValueError: the rows are not the documents of `running`.
     """
-    if states.shape[0] != running.rows or states.shape[2] != running.max_length_q:
+    if states.shape[0] != running.num_rows or states.shape[2] != running.max_length_q:
         raise ValueError(
-            f"a repaired module got {running.rows} documents of {running.max_length_q} tokens, and its attention "
+            f"a repaired module got {running.num_rows} documents of {running.max_length_q} tokens, and its attention "
             f"{states.shape[0]} rows of {states.shape[2]}: which row belongs to which document is unknown. Set "
             'on_leak="unpack".'
         )
@@ -338,7 +338,7 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropou
     if running.group.is_alone:
         return
     name = type(module).__name__
-    if running.rows is not None or query.shape[2] != running.part_tokens:
+    if running.num_rows is not None or query.shape[2] != running.part_tokens:
         raise ValueError(
             f"{name} got {query.shape[2]} tokens, and each of the {running.group.size} ranks that share the pack holds "
             f"{running.part_tokens}: a module that collects or repeats tokens cannot work on a part of a pack. Set "

@@ -164,7 +164,7 @@ class RepairedModule(AroundCalls):
         budget: float = 0  # most padded tokens of a batch; with 0 each document is a batch of its own
         if self.mode.rows:
             budget = inf if self._is_sharded else pack.num_tokens
-        batches, forwards = pack.documents(budget)
+        batches, forwards = pack.repaired_batches(budget)
         # 2. Run the first batch as the call that is under way, and all others in addition.
         inputs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=0)
         num_before = len(recorded_router_logits())

@@ -10,8 +10,9 @@
 A stream has one more (`stream_source.py`).
 
 Words: the model is *wrapped* when an engine (DDP, FSDP, DeepSpeed) has prepared it. Documents are *isolated* if no
-document of a pack changes what the model computes for another document. A model is *unpacked* if its packs run as rows
-of padded batches, because documents are not isolated.
+document of a pack changes what the model computes for another document. The fallback of a model whose documents are not
+isolated: it is *unpacked*, so that its packs run as rows of padded batches. *Unpacked training*, with which the first
+step is compared, is training without packing.
 """
 
 import logging
@@ -62,7 +63,7 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
     "isolation/tolerance": ("relative", "what rounding explains"),
     "isolation/repaired_modules": ("modules", "that see each document separately"),
     "first_step/loss_gap": ("relative", "difference of the loss of the first step, packed and unpacked"),
-    "first_step/gradient_gap": ("relative", "the largest of the gradient of a parameter"),
+    "first_step/gradient_gap": ("relative", "largest relative difference of any parameter's gradient"),
     "isolation/unpacked": ("0 or 1", "whether documents run as rows of padded batches"),
 }
 
@@ -76,10 +77,12 @@ class BeforeTraining(TrainerCallback):
         self._objective = objective
         self._evaluation = evaluation
 
-    def on_train_begin(self, *call: object, **kwargs: object) -> None:
+    def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
         trainer = self._trainer
         args = self._trainer.args
         if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
+            # `check_fused_head` returns whether the fused LM head gives the model's own logits. If not, it has warned,
+            # and `first_step.py` takes its reference from the fused LM head, too.
             with trainer.compute_loss_context_manager():
                 self._objective.has_own_logits = check_fused_head(
                     trainer.model_wrapped, base_model(trainer.model), self._data.attention_dtype
@@ -94,12 +97,14 @@ class BeforeTraining(TrainerCallback):
             self._evaluation.check_evaluation_sets()
 
     def _warn_of_uneven_micro_batches(self) -> None:
+        """Warn if a loss of the user's averages over micro-batches that have unequally many trained tokens."""
         schedule, trained = self._data.source.first_schedule()
         warning = self._trainer.user_code.describe_uneven_micro_batches(schedule, trained)
         if warning is not None and self._trainer.is_world_process_zero():
             logger.warning(warning)
 
-    def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
+    def on_pre_optimizer_step(self, *arguments: object, **kwargs: object) -> None:
+        # `compute_loss` of this package sets `is_scored`. If it did not run, a subclass has replaced it
         if not self._objective.totals.is_scored:
             refuse_conflicts(
                 RunSettings(args=self._trainer.args, own_loss=f"{type(self._trainer).__name__}.compute_loss")
@@ -132,15 +137,15 @@ class BeforeFirstStep(TrainerCallback):
         self._trainer = trainer
         self._data = data
         self._first_step = first_step
-        self._modules: list[int] = []  # identities of the modules of the model when it was proved last
+        self._proved_module_ids: list[int] = []  # `id` of each module when the model was last proved
 
-    def on_step_begin(self, *call: object, **kwargs: object) -> None:
+    def on_step_begin(self, *arguments: object, **kwargs: object) -> None:
         """Prove isolation again if modules of the model were replaced, added or removed since the last proof."""
         trainer = self._trainer
-        modules = self._identities()
-        if modules == self._modules or trainer.packed_model.is_unpacked:  # padded batches need no proof
+        module_ids = self._module_ids()
+        if module_ids == self._proved_module_ids or trainer.packed_model.is_unpacked:  # padded batches need no proof
             return
-        self._modules = modules
+        self._proved_module_ids = module_ids
         with trainer.compute_loss_context_manager(), layers_uncompiled(trainer.args):
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
@@ -151,17 +156,20 @@ class BeforeFirstStep(TrainerCallback):
             f"{trainer.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
         )
 
-    def _identities(self) -> list[int]:
+    def _module_ids(self) -> list[int]:
+        """Return the `id` of each module of the model."""
         return [id(module) for module in walk_modules(base_model(self._trainer.model))]
 
-    def on_train_begin(self, *call: object, **kwargs: object) -> None:
+    def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
         trainer = self._trainer
         args = self._trainer.args
         packed_model = self._trainer.packed_model
-        if trainer.packing_report is None:  # it is made with this package's loader, which a subclass has replaced
+        # `get_train_dataloader` of this package makes the report. Without a report, a subclass has replaced this method
+        if trainer.packing_report is None:
             refuse_conflicts(RunSettings(args=args, own_loader=f"{type(trainer).__name__}.get_train_dataloader"))
         model = base_model(trainer.model)
-        with parameters_unchanged(trainer.model):  # the model with its adapters, because FSDP shards all of it
+        # Check that the proofs change no parameter. The model is taken with its adapters, because FSDP shards all of it
+        with parameters_unchanged(trainer.model):
             isolation, step = self._prove_and_compare()
         report = trainer.packing_report
         assert report is not None
@@ -174,9 +182,9 @@ class BeforeFirstStep(TrainerCallback):
             if self._data.shares_rows:
                 feature = packed_model.feature
                 text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
-        tried = experimental_choices(RunSettings(args=args, model=model))
+        experimental = experimental_choices(RunSettings(args=args, model=model))
         first_step = step.text + describe_hooks(model)
-        report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=tried)
+        report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=experimental)
         report = replace(report, compiled=describe_compilation(model, args))
         trainer.packing_report = report
         if args.packing_report and trainer.is_world_process_zero():
@@ -184,7 +192,7 @@ class BeforeFirstStep(TrainerCallback):
             report.save(str(args.output_dir))
         isolation.raise_if_leaking(args.on_leak)
         step.raise_if_different()
-        self._modules = self._identities()
+        self._proved_module_ids = self._module_ids()
         # Loggers get these numbers, and trainer_state.json has them. They are not printed if the report was shown.
         silent_callbacks = (PrinterCallback, ProgressCallback) if args.packing_report else ()
         with callbacks_left_out(trainer.callback_handler, silent_callbacks):
@@ -211,10 +219,10 @@ class BeforeFirstStep(TrainerCallback):
         packed_model = self._trainer.packed_model
         with trainer.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(trainer.model_wrapped)
-        reason = prove_feature(trainer, self._data, trainer.model_wrapped)
+        refusal = prove_feature(trainer, self._data, trainer.model_wrapped)  # why documents cannot share rows, or None
         report = trainer.packing_report
-        if reason is not None and report is not None and report.prefixes is not None:
-            trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(reason))
+        if refusal is not None and report is not None and report.prefixes is not None:
+            trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(refusal))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
             prove_degrees(trainer, self._data.source.degrees)
@@ -223,17 +231,20 @@ class BeforeFirstStep(TrainerCallback):
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
         if step.problem is not None and args.on_leak != "raise" and not (is_shared or packed_model.is_unpacked):
             isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
-            unpacked = self._first_step.compare() if isolation.passed else step
-            step = step if unpacked.problem is not None else unpacked
+            if isolation.passed:
+                retried = self._first_step.compare()
+                # If padded batches have a problem, too, the result of the packed step remains, and is reported
+                if retried.problem is None:
+                    step = retried
         return isolation, step
 
-    def on_train_end(self, *call: object, **kwargs: object) -> None:
+    def on_train_end(self, *arguments: object, **kwargs: object) -> None:
         """Save the log of the run beside its report, where `trl-packfix report` reads both."""
         trainer = self._trainer
         if trainer.args.packing_report and trainer.is_world_process_zero():
             trainer.state.save_to_json(str(Path(str(trainer.args.output_dir)) / STATE_FILE))
 
-    def on_save(self, *call: object, **kwargs: object) -> None:
+    def on_save(self, *arguments: object, **kwargs: object) -> None:
         trainer = self._trainer
         report = self._trainer.packing_report
         if trainer.args.packing_report and trainer.is_world_process_zero():
@@ -256,16 +267,16 @@ class CheckAdapterGradients(TrainerCallback):
         self._ran: set[str] = set()
         self._handles: list[RemovableHandle] = []
 
-    def on_step_begin(self, *call: object, **kwargs: Any) -> None:
+    def on_step_begin(self, *arguments: object, **kwargs: Any) -> None:
         if self._adapters is not None:
             return
         modules = dict(kwargs["model"].named_modules())
         self._adapters = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
         for name in {*self._adapters, *(name.rpartition(".")[0] for name in self._adapters)}:
-            note = partial(lambda name, *call: self._ran.add(name), name)
+            note = partial(lambda name, *arguments: self._ran.add(name), name)
             self._handles.append(modules[name].register_forward_hook(note))
 
-    def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
+    def on_pre_optimizer_step(self, args: Any, *arguments: object, **kwargs: object) -> None:
         for handle in self._handles:
             handle.remove()
         adapters = self._adapters or {}
@@ -275,6 +286,8 @@ class CheckAdapterGradients(TrainerCallback):
         learns = {name: _has_gradient(parameters, ran=name in self._ran) for name, parameters in trained.items()}
         if not any(learns.values()):
             return
+        # The message names the adapters of all layers together, with `*` in place of the number of a layer, and only if
+        # none of them has a gradient. So the first line collects all names, and the second removes those that learn.
         dead = {re.sub(r"\d+", "*", name) for name in learns if name.rpartition(".")[0] in self._ran}
         dead -= {re.sub(r"\d+", "*", name) for name, learning in learns.items() if learning}
         if dead:
@@ -296,6 +309,6 @@ def _trained_parameters(adapter: BaseTunerLayer) -> list[nn.Parameter]:
 
 
 def _has_gradient(parameters: list[nn.Parameter], *, ran: bool) -> bool:
-    """Return whether a parameter has a gradient; if its adapter did not run, a gradient that is not zero."""
+    """Return whether a parameter has a gradient. If its adapter did not run, a gradient of zero does not count."""
     # The shard of a gradient on this rank may be zero, so its presence is enough for a sharded parameter
     return any(p.grad is not None and (ran or isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in parameters)

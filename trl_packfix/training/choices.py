@@ -330,7 +330,7 @@ def TOKENS_PER_RANK_OF_HYBRIDS(setup: RunSettings) -> str | None:
     if tokens_per_rank is None or setup.model is None:
         return None
     config = text_config(setup.model, setup.args)
-    is_hybrid = mixer_support().are_in(config)
+    is_hybrid = mixer_support().config_has_mixers(config)
     return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid else None
 
 

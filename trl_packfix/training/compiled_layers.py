@@ -4,9 +4,9 @@ All layers of a kind share one graph, so torch compiles one layer and not the wh
 the trainer's own code stay as they are, so nothing in them interrupts a graph. Under gradient checkpointing the
 recomputation of a layer is in its graph.
 
-Layers are compiled after the first optimizer step. Before it, hooks that are there once (`CheckAdapterGradients`) and
-the forwards of the proofs would make torch compile again, until it reaches its limit and compiles nothing more. For
-the same reason later proofs run uncompiled layers, and layers are as before when training ends.
+Layers are compiled after the first optimizer step. Before it, temporary hooks (`CheckAdapterGradients`) and the
+forwards of the proofs would make torch compile again, until it reaches its limit and compiles nothing more. For the
+same reason later proofs run uncompiled layers, and when training ends or fails, the trainer calls `CompileLayers.undo`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -59,16 +59,16 @@ class CompileLayers(TrainerCallback):
         self._num_graphs_before = 0
         self._is_done = False
 
-    def on_train_begin(self, *call: object, **kwargs: object) -> None:
+    def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
         """Note whether there is anything to compile."""
         self._is_done = not self._trainer.args.torch_compile or is_deepspeed_zero3_enabled()
 
-    def on_step_end(self, *call: object, **kwargs: object) -> None:
+    def on_step_end(self, *arguments: object, **kwargs: object) -> None:
         """Compile after the first step of this training, and complete the report after the second."""
         if self._is_done:
             return
         trainer = self._trainer
-        if self._layers:
+        if self._layers:  # the second step, which ran the compiled layers
             self._is_done = True
             self._say(count_compiled_graphs() - self._num_graphs_before)
             return
@@ -81,7 +81,7 @@ class CompileLayers(TrainerCallback):
         """Print what torch compiled, and write it into the report."""
         trainer = self._trainer
         num_layers = len(self._layers)
-        num_compiled = num_layers if num_graphs else 0  # torch leaves out what it cannot compile without an error
+        num_compiled = num_layers if num_graphs else 0  # torch silently skips what it cannot compile
         text = f"{num_compiled} of {num_layers} layers compiled, {num_graphs} graph{'' if num_graphs == 1 else 's'}"
         trainer.accelerator.print(f"torch_compile: {text}")
         assert trainer.packing_report is not None  # made with the training loader
@@ -90,7 +90,7 @@ class CompileLayers(TrainerCallback):
             trainer.packing_report.save(str(trainer.args.output_dir))
 
     def undo(self) -> None:
-        """Let the layers run as before this training."""
+        """Let the layers run as before this training. The trainer calls it at the end, also of a run that fails."""
         for layer in self._layers:
             undo_compilation(layer)
         self._layers = []

@@ -159,7 +159,7 @@ class Restart(TrainerPart):
         """Refuse a checkpoint if this run has other batches in its epoch, or another loss."""
         if self.resumed is not None:
             self._check_shards(*self.resumed)
-        self._data.source.start_training(None if self.args.ignore_data_skip else self.resumed)
+        self._data.source.restore_plan(None if self.args.ignore_data_skip else self.resumed)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 

@@ -30,11 +30,18 @@ from .config import SFTConfig
 from .images import TextData
 from .trainer_view import DataRanks, TrainerView
 
-NUM_COMPARED_STEPS = 2  # optimizer steps in which ranks that must read the same packs compare the packs of a table
+NUM_COMPARED_STEPS = 2  # optimizer steps at the start of a run in which ranks check that they got the same packs
 
 
 class LoadingView(Protocol):
-    """What a source sees of the data of a trainer, `TrainingData`."""
+    """The members of `TrainingData` (`loading.py`) that a source uses.
+
+    Attributes:
+        images: reads datasets and collates documents. `ImageData` is for rows with images, `TextData` for all others.
+        ranks: the place of this process among the data-parallel ranks.
+        vocab_size: the size of the vocabulary of the model; None if its config has none.
+        turns: how many conversations were read, and how many samples their turns became; None without `per_turn`.
+    """
 
     images: TextData
     ranks: DataRanks
@@ -42,17 +49,35 @@ class LoadingView(Protocol):
     turns: PerTurnCounts | None
 
     @property
-    def unpacked_counts_first(self) -> bool: ...
+    def unpacked_counts_first(self) -> bool:
+        """Whether TRL without packing counts the first label of each row as a target, though it is not trained."""
+
     @property
-    def value_columns(self) -> dict[str, str]: ...
+    def value_columns(self) -> dict[str, str]:
+        """The names of the columns of weights and origins in the dataset, by their keys in a batch."""
+
     @property
-    def packing_of_run(self) -> dict[str, Any]: ...
+    def packing_of_run(self) -> dict[str, Any]:
+        """The arguments of the planner that model, engine and ranks decide, and not the config."""
+
     @property
-    def loader_settings(self) -> dict[str, Any]: ...
+    def loader_settings(self) -> dict[str, Any]:
+        """The device, whether memory is pinned, and the number of workers of loaders."""
+
     @property
-    def worker_kwargs(self) -> dict[str, Any]: ...
-    def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]: ...
-    def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]: ...
+    def worker_kwargs(self) -> dict[str, Any]:
+        """The user's settings of the workers of loaders."""
+
+    def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
+        """Return the collator that turns the documents of a pack into a batch.
+
+        Args:
+            keys: the keys of the row values (weights, origins) that the batch also has.
+            names_sources: whether documents have the names of their origins and not numbers, as in a stream.
+        """
+
+    def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
+        """Return a loader of the documents of a table whose numbers `sampler` yields."""
 
 
 class Source(ABC):
@@ -60,8 +85,10 @@ class Source(ABC):
 
     Attributes:
         kind: what messages call the training set.
-        row_values: weights and sources of the rows; none for a stream, whose documents carry them.
-        numbered_sources: the numbers of the names of sources that this rank has met; None if batches have numbers.
+        row_values: the weight and the origin (`source_column`) of each row of a table. It is empty for a stream, whose
+            documents have these values themselves.
+        numbered_sources: for a stream, the number of each name in `source_column`. A rank numbers the names as it reads
+            them. None for a table, whose batches have numbers, and without `source_column`.
     """
 
     kind: ClassVar[str]
@@ -79,14 +106,17 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, dataset: Any) -> None:
-        """Read the training set, or one that was set in its place. It is then the `train_dataset` of the trainer."""
+        """Read the training set, which is the `train_dataset` of the trainer.
+
+        Called at construction, and again when training starts if the user has set another `train_dataset`.
+        """
 
     # Packs
 
     @property
     @abstractmethod
     def packing(self) -> Packing | None:
-        """How the training set is packed, from when training starts; None without packing."""
+        """How the training set is packed; None before training starts, and without packing."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -124,7 +154,7 @@ class Source(ABC):
             num_documents: the most documents.
         """
         args = self.args
-        degree = max(self.degrees, default=1)
+        degree = max(self.degrees, default=1)  # the most ranks, as the largest groups must get equal documents
         first_rows = self._trainer.train_dataset.take(num_documents)
         documents = list[dict[str, Any]]()
         try:
@@ -145,15 +175,18 @@ class Source(ABC):
     # Steps and restarts. The defaults are those of a run whose epochs have equally many steps.
 
     @abstractmethod
-    def start_training(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
-        """Continue the plan of a checkpoint, or refuse it. Called when the loader is made.
+    def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
+        """Continue the plan of a checkpoint, or refuse the checkpoint. Called when the loader is made, in every run.
 
         Args:
-            resumed: the checkpoint and its state; None if the documents of the epoch start anew.
+            resumed: the checkpoint and its state; None for a fresh run, and with `ignore_data_skip`.
         """
 
     def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the values of `Trainer.set_initial_training_values`, with the epochs and steps of this run."""
+        """Return the values of `Trainer.set_initial_training_values`, with the epochs and steps of this run.
+
+        The first value is the number of epochs, and the last is the number of optimizer steps, `max_steps`.
+        """
         return values
 
     def position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
@@ -171,13 +204,16 @@ class Source(ABC):
 
     @abstractmethod
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
-        """Let the loader continue from a checkpoint. transformers then discards `num_skipped` micro-batches."""
+        """Set the loader so that training continues from a checkpoint.
+
+        The loader must start so that it is right after transformers has discarded `num_skipped` micro-batches.
+        """
 
     @abstractmethod
     def save_position(self, folder: Path) -> dict[str, Any] | None:
         """Write the position of this rank into a checkpoint. All ranks must call it.
 
         Returns:
-            What of the position is part of the state of the checkpoint. None if there is nothing to continue: without
-            packing, or with a loader that the user made.
+            The entries to store in the state of the checkpoint. None if there is nothing to continue: without packing,
+            or with a loader that the user made.
         """

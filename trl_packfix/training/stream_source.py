@@ -95,7 +95,7 @@ class StreamSource(Source):
 
     # Restarts
 
-    def start_training(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
+    def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
         """Do nothing: `resume_loader` continues a stream, once transformers knows the step."""
 
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:

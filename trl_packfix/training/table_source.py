@@ -1,10 +1,11 @@
 """A table as the training set: its documents, the plan of their packs, and what a checkpoint says of the plan.
 
 The rows are cut into documents when the trainer is constructed. When training starts, `EpochPlanner` plans the packs of
-the first epoch, and the report is made. Every document of the epoch is trained once, also in a run that is resumed, or
-the run is refused: the state of a checkpoint holds the settings, and hashes of the documents and of the documents of
-every optimizer step. They are compared before the first step. If only ranks, accumulation or batch size changed, the
-documents that remain of the epoch are planned anew.
+the first epoch, and the report is made.
+
+A resumed run trains every document of the epoch once, or it is refused. To decide this, the state of a checkpoint holds
+the settings, a hash of all documents, and a hash of the documents of every optimizer step. They are compared before the
+first step. If only ranks, accumulation or batch size changed, the remaining documents of the epoch are planned anew.
 """
 
 import hashlib
@@ -42,9 +43,10 @@ from .trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
-# Optimizer steps may have the same documents though these settings changed. The hash of the steps decides.
+# If only these settings changed, the values of `step_hash` are compared. If they are equal, the run resumes with the
+# same batches. If not, the remaining documents are planned anew, or the run is refused.
 ADJUSTABLE = REPLANNED_SETTINGS | FIELDS.keys()
-SAMPLE_LABEL = "sample of every document"
+SAMPLE_LABEL = "sample of every document"  # the saved key of a hash of sampled tokens of each document
 
 
 class TableSource(Source):
@@ -52,7 +54,7 @@ class TableSource(Source):
 
     Attributes:
         planner: plans the packs; None before training, and with a loader that the user made.
-        settings: all that decide which documents are in which batch, once the loader is made.
+        settings: what `settings_of` returns, to save and to compare in restarts; {} before the loader is made.
     """
 
     kind = "table"
@@ -73,6 +75,7 @@ class TableSource(Source):
         if args.packing:
             self.reader = self._data.images.read(dataset, "train")
             self.row_values = self.row_values.select(self.reader.conversations)
+            # Rows with images are cut into turns by their reader, which then has the counts. Text was cut before
             self._data.turns = self.reader.turns or self._data.turns
             with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
                 self.documents = documents_of(self.reader, args)
@@ -98,16 +101,17 @@ class TableSource(Source):
             planner = self.planner = self.make_planner()
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
             reports: list[Any] = [None]
-            if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
+            # The report of many documents takes as much memory as their plan, so only one rank makes it
+            if self.args.process_index == 0:
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self._data.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
             report = replace(broadcast_object_list(reports)[0], turns=self._data.turns, max_steps=max_steps)
         sampler = PackedBatchSampler(planner, self._data.ranks.rank)
         collate = self._data.training_collator(self._data.value_columns)
-        return self._data.make_loader(self._rows(), sampler, collate), report
+        return self._data.make_loader(self._document_dataset(), sampler, collate), report
 
-    def _rows(self) -> DocumentDataset:
-        """Return the dataset of the documents of packs."""
+    def _document_dataset(self) -> DocumentDataset:
+        """Return the dataset from which the loader takes the documents of packs."""
         pad_token_id = self._trainer._tokenizer.pad_token_id
         return DocumentDataset(self.reader, self.documents, pad_token_id, values=self.row_values)
 
@@ -123,12 +127,13 @@ class TableSource(Source):
         packs = list(islice(sampler, self.args.gradient_accumulation_steps))
         # Packs of one step may be shared by different numbers of ranks; documents are taken from the most widely shared
         group = max((pack.group for pack in packs), key=attrgetter("size"))
-        indices = [index for pack in packs if pack.group == group for index in pack if index != NO_DOCUMENTS]
-        return self._rows().__getitems__(indices[:num_documents]), group
+        # In place of the number of a document, `NO_DOCUMENTS` stands for the dummy document of an empty pack
+        numbers = [number for pack in packs if pack.group == group for number in pack if number != NO_DOCUMENTS]
+        return self._document_dataset().__getitems__(numbers[:num_documents]), group
 
     # Restarts
 
-    def start_training(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
+    def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
         if self.planner is None:
             return
         self.settings = settings_of(self.planner, self.reader)
@@ -137,17 +142,19 @@ class TableSource(Source):
             self._replanned_for = continue_planner(*resumed, self.settings, planner=self.planner)
 
     @property
-    def _uneven(self) -> EpochPlanner | None:
-        """The planner, if a part of an epoch was trained under another plan, so that epochs differ in steps."""
+    def _planner_if_uneven(self) -> EpochPlanner | None:
+        """The planner, if epochs differ in steps, because one was trained in part under another plan; else None."""
         return None if self.planner is None or self.planner.is_even else self.planner
 
     def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        planner = self._uneven
+        planner = self._planner_if_uneven
         if planner is None:
             return values
         epochs, *values_between, max_steps = values
         if self.args.max_steps > 0:
-            return planner.position(max_steps - 1)[0] + 1, *values_between, max_steps
+            # After all steps but the last, the position is in the epoch that has the last step
+            last_epoch, _ = planner.position(max_steps - 1)
+            return last_epoch + 1, *values_between, max_steps
         return epochs, *values_between, planner.total_steps(self.args.num_train_epochs)
 
     def position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
@@ -169,10 +176,11 @@ class TableSource(Source):
         return epoch, done * self.args.gradient_accumulation_steps
 
     def steps_of(self, epoch: int) -> int | None:
-        return None if self._uneven is None else self._uneven.steps_of(epoch)
+        planner = self._planner_if_uneven
+        return None if planner is None else planner.steps_of(epoch)
 
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
-        """Do nothing: `start_training` has continued the plan, and the loader follows the plan."""
+        """Do nothing: `restore_plan` has continued the plan, and the loader follows the plan."""
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
         if self.planner is None:
@@ -205,25 +213,29 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
         The state, and a pair for `checkpoints.save_trained`: the documents of the epoch that are trained now, and those
         that were trained before the epoch was planned (None if it was planned at its beginning).
     """
-    epoch, done = planner.position(step - 1)  # an epoch that is complete is still the running one
-    done += 1
-    is_start = epoch == planner.start.epoch
+    # After all steps but the last, the position is in the epoch that has the last step. So at the end of an epoch this
+    # epoch is saved, and not the next.
+    epoch, last_step = planner.position(step - 1)
+    done = last_step + 1
+    is_resumed_epoch = epoch == planner.start.epoch
     state = {
         "epoch": epoch,
         "first_step": step - done,
-        "planned_at": planner.start.num_steps if is_start else 0,
+        # Steps of the epoch that were trained under earlier plans, when the running plan was made
+        "planned_at": planner.start.num_steps if is_resumed_epoch else 0,
         "steps_left": planner.steps_of(epoch) - done,
         "step_hash": step_hash(planner, epoch),
     }
-    return state, (planner.trained_documents(epoch, done), planner.start.trained if is_start else None)
+    return state, (planner.trained_documents(epoch, done), planner.start.trained if is_resumed_epoch else None)
 
 
 def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
     """Return the settings and hashes that decide which documents are in which optimizer step.
 
-    The keys are the names under which a user sets them.
+    The key of a setting is its name in the config. Other keys are words for messages.
     """
     documents = planner.documents
+    # The fingerprint (`data/cache.py`) is two hashes joined by "-". The second is of sampled tokens of each document
     fingerprint, _, sample = documents.fingerprint.partition("-")
     return {
         "rows of the dataset": len(reader),
@@ -262,10 +274,12 @@ def continue_planner(
     changed = compare_settings(before, settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     epoch = state["epoch"]
+    # `checkpoints.read_state` has added the entry "trained", from `TRAINED_FILE`
     trained, trained_before = state.get("trained", (None, None))
     if not fixed:
         first_step = state.get("first_step", epoch * planner.num_steps)
-        planner.resume_at(ResumePoint(epoch, first_step, state.get("planned_at", 0), trained_before))
+        num_earlier = state.get("planned_at", 0)
+        planner.resume_at(ResumePoint(epoch, first_step=first_step, num_steps=num_earlier, trained=trained_before))
         if step_hash(planner, epoch) == state["step_hash"]:
             if changed:
                 logger.warning(
@@ -273,23 +287,27 @@ def continue_planner(
                     "before; random numbers (dropout) and rounding differ."
                 )
             return {}
+        # A change from or to `share_prefixes="family"` changes the units that are planned, so it is refused
         if trained is not None and changed.keys() & REPLANNED_SETTINGS and not regroups(changed):
             step = state["global_step"]
-            is_whole = not state["steps_left"]
-            planner.resume_at(
-                ResumePoint(epoch + 1, step) if is_whole else ResumePoint(epoch, first_step, step - first_step, trained)
-            )
+            epoch_is_complete = not state["steps_left"]
+            if epoch_is_complete:
+                point = ResumePoint(epoch + 1, first_step=step)
+            else:
+                point = ResumePoint(epoch, first_step=first_step, num_steps=step - first_step, trained=trained)
+            planner.resume_at(point)
             return changed
     if fixed or regroups(changed):
         remedy = "Set them back"
     elif changed.keys() - FIELDS.keys():  # values that do not regroup plan the same steps
-        slots = before["gradient_accumulation_steps"] * before["world_size"]
+        micro_batches_per_step = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
             f"The checkpoint has no `{checkpoints.TRAINED_FILE}`, from which the rest could be planned anew. "
             f"Set `per_device_train_batch_size={before['per_device_train_batch_size']}` and "
-            f"`gradient_accumulation_steps` so that its product with the number of ranks is {slots} again"
+            "`gradient_accumulation_steps` so that its product with the number of ranks is "
+            f"{micro_batches_per_step} again"
         )
-    else:
+    else:  # all settings that decide the steps are equal, so another version of this package has planned them
         changed = {"trl_packfix": (state["trl_packfix"], __version__)}
         remedy = "Install the version that began the run"
     raise ValueError(

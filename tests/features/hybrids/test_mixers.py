@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_packfix.attention import mixer_support
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.mixer_support import MIXER_FUNCTIONS, mixer_places
+from trl_packfix.attention.mixer_support import MIXER_FUNCTIONS, mixer_function_places
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.features.hybrids import mixers, prefixes
@@ -42,7 +42,7 @@ def packed_model(model, **settings):
 
 def functions(model):
     """Return what is now at the places of the functions that are replaced, by module and name."""
-    return {(names["__name__"], name): names[name] for names, name in mixer_places(model)}
+    return {(names["__name__"], name): names[name] for names, name in mixer_function_places(model)}
 
 
 def pack(*lengths):

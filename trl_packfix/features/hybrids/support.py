@@ -1,5 +1,8 @@
 """Support for the mixers of hybrid models: which of their functions are replaced in packs, and what is known of them.
 
+A *mixer* is a layer that mixes the tokens of a row without attention, by a convolution or a recurrence, as in Mamba. In
+a pack, several documents end to end in one row, it would carry one document into the next.
+
 The core asks the object `MIXERS` of this module wherever it meets mixers (`attention/mixer_support.py`). The functions
 that replace those of the mixers are in `mixers.py`.
 """
@@ -13,12 +16,13 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from ...attention.mixer_support import MIXER_FUNCTIONS, MixerSupport, mixer_places
+from ...attention.mixer_support import MIXER_FUNCTIONS, MixerSupport, mixer_function_places
 from ...attention.packed_forward import running_pack
 from ...compat import ReplacedFunctions, kernel_package
 from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
 
-# By the name of a function in a modeling module, the function that replaces it in packs
+# By the name of a function in a modeling module, the function that replaces it in packs. The keys are the names in
+# `MIXER_FUNCTIONS`
 MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve_documents,
     "torch_chunk_gated_delta_rule": scan_delta,
@@ -37,20 +41,29 @@ class HybridMixers(MixerSupport):
     """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
 
     def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
-        return ReplacedFunctions(mixer_places(model), _make_replacement)
+        """Return the functions of the model's mixers, with their replacements, for the duration of a forward."""
+        return ReplacedFunctions(mixer_function_places(model), _make_replacement)
 
-    def are_in(self, config: PreTrainedConfig) -> bool:
+    def config_has_mixers(self, config: PreTrainedConfig) -> bool:
+        """Return whether transformers' model of a text config has mixers.
+
+        It has none if all its layer types are attention. Otherwise the functions in its modeling module decide.
+        """
         layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
         if layer_types and all("attention" in name and name != "linear_attention" for name in layer_types):
             return False
         model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        return model is not None and not vars(sys.modules[model.__module__]).keys().isdisjoint(MIXER_FUNCTIONS)
+        if model is None:
+            return False
+        namespace = vars(sys.modules[model.__module__])
+        return any(name in namespace for name in MIXER_FUNCTIONS)
 
     def tokens_summed_in_common(self, model: nn.Module) -> int:
-        """Return the chunk size of Mamba-2's kernel, if the model runs packs on this kernel, else 0.
+        """Return the chunk size of Mamba-2's kernel, in tokens, if the model runs packs on this kernel, else 0.
 
-        The kernel sums the decays of a chunk, and takes for each document the difference of two sums. So the decays of
-        other documents cancel only up to rounding, in outputs and in gradients.
+        The kernel sums the decays of the tokens of a chunk, whichever documents they belong to, and takes for each
+        document the difference of two sums. So the decays of other documents cancel only up to rounding, in outputs and
+        in gradients.
         """
 
         def runs_on_kernel(module: nn.Module) -> bool:
@@ -61,25 +74,29 @@ class HybridMixers(MixerSupport):
         return max(sizes, default=0)
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
-        packages = [kernel_package(namespace[name]) for namespace, name in mixer_places(model)]
-        known = [package for package in packages if package is not None and package[0] in PIP_NAMES]
-        if not known:
+        """Return the sorted names for pip of packages with missing kernels; None if no known kernel is used."""
+        kernels = [kernel_package(namespace[name]) for namespace, name in mixer_function_places(model)]
+        known_kernels = [kernel for kernel in kernels if kernel is not None and kernel[0] in PIP_NAMES]
+        if not known_kernels:
             return None
-        return sorted({PIP_NAMES[package] for package, is_installed in known if not is_installed})
+        return sorted({PIP_NAMES[package] for package, is_installed in known_kernels if not is_installed})
 
 
 MIXERS = HybridMixers()
 
-# By function, its replacement. All models use one, so that code that was compiled with it stays valid.
+# By function, its replacement. All models use the same replacement, so that compiled graphs that call it stay valid.
 _replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function that computes `function` within each document, and outside of packs as it is; cached."""
+    """Return the cached replacement of `function`.
+
+    In a pack it applies `function` to each document separately. Elsewhere it calls `function` unchanged.
+    """
     if function not in _replacements:
         within_documents = MIXER_REPLACEMENTS[name]
 
-        # Not compiled with the model: the way in which documents are separated depends on the pack.
+        # The replacement is not compiled with the model, because how it separates documents depends on the pack.
         @torch.compiler.disable
         @wraps(function)
         def replacement(*args: Any, **kwargs: Any) -> Any:
