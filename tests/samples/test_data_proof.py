@@ -593,8 +593,7 @@ def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     assert (finding["num_rows"], finding["rows"], finding["example"]) == (1, (3,), "Be brief")
     trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
     assert (
-        "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 row rendered)"
-        in capsys.readouterr().out
+        "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 row rendered)" in capsys.readouterr().out
     )
 
 
