@@ -353,15 +353,3 @@ def takes_argument(inner: Callable[..., Any], name: str) -> bool:
     The fallbacks in plain torch have no wrapper and take no boundaries.
     """
     return inspect.isfunction(inner) and name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())
-
-
-# By the name of a function in a modeling module, the function that replaces it in packs
-MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": convolve_documents,
-    "torch_chunk_gated_delta_rule": scan_delta,
-    "chunk_kimi_delta_attention": scan_delta,
-    "mamba2_chunk_scan": scan_chunks,
-    "mamba2_split_conv1d_scan_combined": run_fused,
-    "mamba_selective_scan": scan_channels,
-    "mamba_inner_fn": run_fused,
-}
