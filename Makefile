@@ -141,5 +141,5 @@ $(INSTALLED_FOR_DEMO): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 
 # And the rest. torch is there first, because deepspeed is built from source and imports it.
 $(INSTALLED): $(INSTALLED_FOR_DEMO)
-	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
+	$(PIP) --no-compile --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
 	touch $@
