@@ -31,6 +31,7 @@ from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data import by_length
 from trl_packfix.data.model_memory import GIB
 from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.group import ALONE
 from trl_packfix.layout import LAYOUT_KEY
 
 HEADS = 32, 8, 128  # query heads, key heads, dimensions of Llama 3 8B
@@ -140,7 +141,7 @@ def launches(machine: Machine) -> Rows:
             divided = by_length.plan_launches(bounds.cpu().numpy(), longest)
             tile = by_length.TILE_QUERIES
         assert divided, "these lengths need one launch only"
-        pack = PackedForward(bounds, bounds, longest, longest, launches=divided)
+        pack = PackedForward(bounds, bounds, longest, longest, launches=divided, group=ALONE)
         by_class = runs.launches_of(pack, sum(lengths))
         contenders = {
             name: partial(attend_on_cuda, launches=given, scale=heads[2] ** -0.5)

@@ -94,7 +94,7 @@ class Layout(ABC):
         shares_rows: whether a row may belong to several documents.
     """
 
-    group: Group = ALONE
+    group: Group  # no default, because torch does not compile a default that is an object
     num_tokens: int = 0
     checksum: int = 0
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
@@ -335,7 +335,6 @@ def layout_of(batch: dict[str, Any]) -> Layout:
         return batch[LAYOUT_KEY]
     get: Callable[[str], Any] = batch.get
     if get("cu_seq_lens_q") is not None:
-        # torch does not compile a default that is an object, so the group is given
         return PackedLayout(get("cu_seq_lens_q"), get("seq_idx"), group=ALONE)
     tokens = get("labels") if "labels" in batch else get("input_ids")
     return UnpackedLayout(tokens, get("attention_mask"), group=ALONE)

@@ -12,6 +12,7 @@ from trl_packfix.attention import dense, flash
 from trl_packfix.attention.kernels import attend_on_cpu
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda
+from trl_packfix.group import ALONE
 
 LENGTH = 40
 SCALE = 0.3
@@ -36,7 +37,7 @@ def states_of(length=LENGTH, seed=0):
 
 def pack_of(*lengths):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    return PackedForward(bounds, bounds, max(lengths), max(lengths))
+    return PackedForward(bounds, bounds, max(lengths), max(lengths), group=ALONE)
 
 
 def results_of(attend, states):

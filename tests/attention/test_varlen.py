@@ -27,6 +27,7 @@ from trl_packfix.attention.packed_forward import PackedForward, packed_forward_e
 from trl_packfix.attention.runs import _in_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.group import ALONE
 from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
@@ -410,7 +411,7 @@ FROM_KWARGS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q":
 
 @pytest.fixture
 def running_forward():
-    with packed_forward_entered(PackedForward(**FROM_KWARGS)):
+    with packed_forward_entered(PackedForward(**FROM_KWARGS, group=ALONE)):
         yield
 
 
@@ -427,7 +428,7 @@ def test_boundaries_from_any_source():
     for kwargs in (FROM_KWARGS, {"cu_seq_lens_q": BOUNDS}, {"position_ids": POSITIONS}):
         check(Layer(), **kwargs)
     check(Layer().eval(), cu_seq_lens_q=BOUNDS)
-    with packed_forward_entered(PackedForward(**FROM_KWARGS)):
+    with packed_forward_entered(PackedForward(**FROM_KWARGS, group=ALONE)):
         check(Layer())
         check(Layer().eval())
 

@@ -28,7 +28,7 @@ from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.images import ImagePrefixProbe
 from trl_packfix.features.prefixes.sharing import PrefixSharing
-from trl_packfix.group import Group, make_groups
+from trl_packfix.group import ALONE, Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.image_probe import ImageProbe
 from trl_packfix.isolation.packed_model import PackedModel
@@ -104,10 +104,10 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
     generator = torch.Generator().manual_seed(heads)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS), group=ALONE)
     if prefixes:
         batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
-        whole = PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index)
+        whole = PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index, group=ALONE)
     num_tokens = whole.num_tokens
     shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
     states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -23,7 +23,7 @@ from trl_packfix.data import image_collator, loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.features.hybrids import mixers, prefixes
-from trl_packfix.group import Group, make_groups
+from trl_packfix.group import ALONE, Group, make_groups
 from trl_packfix.layout import ComparedContent, SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
@@ -87,7 +87,7 @@ def own_states_only(right, scan, running):
     """Begin a scan anew in each part, on all its heads."""
     if not running.group.is_alone:
         bounds = torch.tensor([0, running.part_tokens], dtype=torch.int32)
-        running = PackedForward(bounds, bounds, running.part_tokens, running.part_tokens)
+        running = PackedForward(bounds, bounds, running.part_tokens, running.part_tokens, group=ALONE)
     return right(scan, running)
 
 

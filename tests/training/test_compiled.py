@@ -28,6 +28,7 @@ from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, pac
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.compat import compiles_layers_of_packs
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.group import ALONE
 from trl_packfix.training import compiled_layers
 from trl_packfix.training.compiled_layers import compile_layers, decoder_layers
 
@@ -185,6 +186,6 @@ def test_a_checkpoint_is_not_compiled_anew_for_other_documents(flash_on_cpu):
         bounds = torch.tensor([0, 3, 3 + longest], dtype=torch.int32)
         states = torch.randn(3, 1, 2, 3 + longest, 8, dtype=torch.bfloat16, requires_grad=True).unbind()
         given = dict(zip(CU_SEQ_LENS, (bounds, bounds, longest, longest), strict=True))
-        with packed_forward_entered(PackedForward(**given)):
+        with packed_forward_entered(PackedForward(**given, group=ALONE)):
             compiled(*states, None, **given)
     assert counter.frame_count == 2  # the second when torch sees that lengths change

@@ -20,13 +20,13 @@ from trl_packfix.attention.exchange import HeadExchange, exchange_halo, head_ran
 from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered
 from trl_packfix.attention.runs import launches_of
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.group import Group, make_groups
+from trl_packfix.group import ALONE, Group, make_groups
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak
 from trl_packfix.training.totals import scores_of
 
 BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
-WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)
+WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5, group=ALONE)
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)

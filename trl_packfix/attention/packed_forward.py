@@ -97,7 +97,7 @@ class PackedForward:
     max_length_k: int
     num_rows: int | None = None
     ignores_masks: bool = False
-    group: Group = ALONE
+    group: Group = field(kw_only=True)  # no default, because torch does not compile a default that is an object
     part_tokens: int = 0
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
@@ -150,7 +150,7 @@ class PackedForward:
             num_rows = batch.num_rows
             longest = batch.longest
             bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
-            forwards.append(PackedForward(bounds, bounds, longest, longest, num_rows=num_rows))
+            forwards.append(PackedForward(bounds, bounds, longest, longest, num_rows=num_rows, group=ALONE))
         return rows, forwards
 
 

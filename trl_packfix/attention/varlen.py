@@ -408,9 +408,9 @@ def _pack_of(
         # wait for the device.
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
-        return PackedForward(bounds, bounds, max(lengths), max(lengths))
+        return PackedForward(bounds, bounds, max(lengths), max(lengths), group=ALONE)
     if not is_flash:
-        return PackedForward(bounds, bounds, num_tokens, num_tokens)
+        return PackedForward(bounds, bounds, num_tokens, num_tokens, group=ALONE)
     if not is_complete:
         raise ValueError(
             f"attention got cu_seq_lens_q but not all of {', '.join(CU_SEQ_LENS[1:])}: to find the longest document "
@@ -518,7 +518,7 @@ def _unpacked_math(
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
-        pack = PackedForward(bounds, bounds, num_queries, num_queries)
+        pack = PackedForward(bounds, bounds, num_queries, num_queries, group=ALONE)
         out = attend_pack_on_cuda(query, key, value, pack, scale=options["scale"], sinks=options["sinks"])
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document

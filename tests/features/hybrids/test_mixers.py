@@ -26,7 +26,7 @@ from trl_packfix.features.hybrids.support import MIXER_REPLACEMENTS, MIXERS
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.probe import PrefixProbe
 from trl_packfix.features.prefixes.sharing import PrefixSharing
-from trl_packfix.group import Group
+from trl_packfix.group import ALONE, Group
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 
@@ -229,7 +229,7 @@ def test_compiled_mixers_start_anew_in_each_document(tmp_path):
 
 def running(*lengths, **more):
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    return PackedForward(bounds, bounds, max(lengths), max(lengths), **more)
+    return PackedForward(bounds, bounds, max(lengths), max(lengths), **{"group": ALONE} | more)
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 2, 9), (17,), (4, 13, 0, 0), (1,) * 17], ids=str)
@@ -379,7 +379,7 @@ def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is
     calls = []
     out = mixers.run_fused(
         lambda *args, **options: calls.append(options) or "fused",
-        PackedForward(bounds, bounds, 4, 4),
+        PackedForward(bounds, bounds, 4, 4, group=ALONE),
         torch.zeros(1, 6, 4),
         outproj_weight=weight,
         cu_seqlens=None,

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ...data.collator import IGNORE_INDEX, DocumentRun, PackedDataCollator, cu_seq_lens, position_ids, seq_idx
+from ...group import ALONE
 from ...layout import LAYOUT_KEY, Compare, ComparedContent, SharedRowsLayout
 from .families import MIN_SHARED, share_order
 
@@ -210,5 +211,6 @@ class PrefixCollator(PackedDataCollator):
                 shared=torch.from_numpy(lengths - run_length_of_document),
                 trained=torch.from_numpy(np.bincount(target_documents, minlength=len(tokens))),
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
+                group=ALONE,
             ),
         }
