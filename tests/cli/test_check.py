@@ -103,7 +103,7 @@ SAMPLE = compatibility.sample(ROWS, 16)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.sweep] * (i % 4 > 0)) for i, row in enumerate(SAMPLE)],
+    [pytest.param(row, marks=[pytest.mark.sweep] if i % 4 else []) for i, row in enumerate(SAMPLE)],
     ids=lambda row: f"{row.model_type} {row.kind}",
 )
 def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):

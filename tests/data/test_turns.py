@@ -126,7 +126,7 @@ def rows_of_trl(tmp_path_factory):
 
 @pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template, rows_of_trl, caplog):
-    """With every template of TRL, and with thinking, a sample must be TRL's row, or the prompt is not its beginning."""
+    """A sample must be TRL's row with every template of TRL and with thinking, or the prompt is not its beginning."""
     tokenizer = tokenizer_with(template)
     messages = chat(3)
     conversation = Conversation.from_row({"messages": messages})

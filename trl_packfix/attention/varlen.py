@@ -417,7 +417,6 @@ def _pack_of(
             "the host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
         )
     q_bounds, k_bounds, longest_q, longest_k = call_boundaries
-    # torch does not compile a default that is an object, so the group is given
     return PackedForward(q_bounds, k_bounds, longest_q, longest_k, group=ALONE)
 
 

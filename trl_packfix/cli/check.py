@@ -19,8 +19,8 @@ EXAMPLES = """\
 
 Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bfloat16 on CUDA, else float32),
 `attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code` decide. The line `attention` names
-what was tested: what `--attn_implementation` asks for, else what training would choose. Exit code 0 if packed training
-with it is correct, repaired or not; 1 if it is not; 2 if the model could not be tested.
+the tested attention: that of `--attn_implementation`, or without this flag the one that training would choose. Exit
+code 0 if packed training with it is correct, repaired or not; 1 if it is not; 2 if the model could not be tested.
 
 The verdict is one of isolated (documents in packs do not influence each other), repaired (they do not, after a repair),
 unpacked (documents train as padded rows), leaks (they influence each other), wrong (a document differs from itself

@@ -212,7 +212,7 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | None, str | None]:
-    """Return the folder of the checkpoint to resume from, and a warning; each is None if there is none.
+    """Return the folder of the checkpoint to resume from, or None to start anew, and a warning or None.
 
     Args:
         requested: the folder of a checkpoint; or True for the newest whole checkpoint in `output_dir`; or "newest", for

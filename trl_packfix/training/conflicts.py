@@ -85,7 +85,7 @@ class ChoiceConflicts:
         choice: the condition that a run has made the choice.
         conflicts: the conditions that exclude the choice, and why, as a sentence.
         remedies: what to set instead, for a condition where it is more than to undo one of the two choices.
-        page: the page in docs/ that describes the choice; "" if there is none.
+        page: the page in docs/ that describes the choice; "" without a page.
     """
 
     choice: Condition

@@ -271,7 +271,7 @@ def test_boundaries_of_kernels_need_no_host():
 
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
 def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
-    """With one common beginning only, every piece has the same parent."""
+    """Every piece has the same parent if there is only one common beginning."""
     right = prefixes.levels_of
     right_stretches = mixers._rows_with_context
 
