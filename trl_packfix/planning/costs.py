@@ -3,13 +3,18 @@
 `data/model_costs.py` makes the `CostModel` of a model with the functions at the end of this module. Planning balances
 ranks by it (`units.py`, `balance.py`), and reports and logs count FLOPs by it.
 
-In the matrices of the model, every token costs the same. In attention, every pair of tokens that see each other costs
-the two products of attention. So a document of n tokens costs `per_token * n + per_pair * n (n + 1) / 2`, and a pack
-costs the sum of its documents. Costs are FLOPs of one forward pass, in which a multiplication and an addition are two;
-a backward pass takes about twice as many, in matrices and in attention. Only ratios of costs decide anything.
+In the weight matrices of the model, every token costs the same. In attention, every pair of tokens that see each other
+costs two products: query times key, and weight times value. So a document of n tokens costs
+`per_token * n + per_pair * n (n + 1) / 2`, and a pack costs the sum of its documents. Costs are FLOPs of one forward
+pass, in which a multiplication and an addition are two. A backward pass takes about twice as many, in matrices and in
+attention. Only ratios of costs decide anything.
 
-Images cost what the vision tower computes for them. Every image, or tile of an image, is a sequence of its own there,
-in which all patches see each other.
+A *scan* is what a recurrent layer (Mamba, linear attention) has in place of attention: a state is carried from token to
+token. With sequence parallelism, ranks that share a pack *exchange* tokens for heads before and after attention or a
+scan, so that each rank computes all tokens of some heads.
+
+Images cost what the vision tower computes for them. In the tower, every image, or tile of an image, is a sequence of
+its own, in which all patches see each other.
 """
 
 from collections import Counter
@@ -26,7 +31,10 @@ Numbers = TypeVar("Numbers", npt.NDArray[Any], "Tensor")
 
 
 class HeadCounts(NamedTuple):
-    """The number of attention layers with equal heads, from which an exchange between ranks computes what it sends."""
+    """The attention layers with equal heads: how many there are, and the size of their heads.
+
+    `degrees.py` computes from it what ranks send to each other.
+    """
 
     layers: int  # number of such layers
     heads: int  # query heads of a layer
@@ -36,23 +44,27 @@ class HeadCounts(NamedTuple):
 
 
 class ScanCosts(NamedTuple):
-    """The number of recurrent layers with equal scans, what a scan computes, and what ranks exchange for it."""
+    """The recurrent layers with equal scans: how many there are, what a scan computes, and what ranks exchange for it.
+
+    Kernels compute a scan in *chunks* of consecutive tokens: inside a chunk by pairs of tokens, as in attention, and
+    from chunk to chunk by the state.
+    """
 
     layers: int  # number of such layers
     heads: int  # value heads of a layer; in Mamba-1, its channels
     kv_heads: int  # key heads of a layer; in Mamba-1, 1
     per_token: float  # FLOPs of one token with the states of one layer
-    chunk: int  # number of consecutive tokens that are computed in pairs
+    chunk: int  # tokens of a chunk
     per_pair: float  # FLOPs of a pair of tokens of one chunk in one layer
-    per_head: int  # numbers that a token sends and gets back for each value head; a number in fp32 counts as two
-    per_kv_head: int  # numbers that a token sends and gets back for each key head
+    per_head: int  # numbers exchanged for one token and value head, there and back; a number in fp32 counts as two
+    per_kv_head: int  # numbers exchanged for one token and key head, there and back
 
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """The FLOPs of a forward pass of a vision tower. Call it with the size of images.
+    """The FLOPs of a forward pass of a vision tower. Call it with the sizes of images.
 
-    The size of an image is the number of *values* (pixels x channels) in its input; a patch has some hundreds.
+    The size of an image is the number of *values* (pixels x channels) in its input. A patch has some hundreds of them.
 
     >>> TowerCosts(per_value=10.0, per_pair=2.0)(3, 9)  # one image of three values
     48.0
@@ -73,7 +85,7 @@ class TowerCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The FLOPs of a forward pass of a model. Call it with the lengths of documents.
+    """The FLOPs of a forward pass of a model. Call it with the lengths of documents, in tokens.
 
     >>> CostModel(per_token=10, per_pair=2)(3)
     42.0
@@ -81,14 +93,14 @@ class CostModel:
 
     per_token: float  # FLOPs of one token in all matrices, LM head included
     per_pair: float  # FLOPs of a pair of tokens in all layers with full causal attention
-    # (window, FLOPs of one pair) for layers in which a token sees at most `window` tokens, itself included. A scan is a
-    # window of 1: what a token costs outside matrices with weights.
+    # (window, FLOPs of one pair) for layers in which a token sees at most `window` tokens, itself included. The states
+    # of scans are a window of 1: each token pairs with itself only.
     windows: tuple[tuple[int, float], ...] = ()
-    # (chunk, FLOPs of one pair) for layers in which a token sees only its own chunk of consecutive tokens
+    # (chunk, FLOPs of one pair) for layers in which a token sees only tokens of its own chunk of `chunk` tokens
     chunks: tuple[tuple[int, float], ...] = ()
-    # What sequence parallelism exchanges. () if the heads are not known, or no layer has a scan.
-    attention: tuple[HeadCounts, ...] = field(default=(), compare=False)
-    mixers: tuple[ScanCosts, ...] = field(default=(), compare=False)
+    # What ranks exchange with sequence parallelism. Cost models with equal FLOPs are equal, whatever is exchanged.
+    attention: tuple[HeadCounts, ...] = field(default=(), compare=False)  # (): heads are not known
+    mixers: tuple[ScanCosts, ...] = field(default=(), compare=False)  # (): no layer has a scan
     tower: TowerCosts = TowerCosts(0.0, 0.0)  # zero without a vision tower, or if its costs cannot be counted
 
     @property
@@ -143,39 +155,43 @@ In a document of 50,400 tokens, attention costs as much as the matrices.
 # Kinds of layers without attention, by their names in `layer_types` of configs. All other kinds have attention.
 _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
-# Kinds of layers that score every pair of tokens to select tokens: kind -> how often scores are summed over the heads.
+# Kinds of layers with an *indexer*, which scores every pair of tokens by heads of its own, to select the tokens that
+# are seen: kind -> 1 if the scores of its heads are added up, which costs one more product for each head; 0 if not.
 _SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
 def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
     """Return the cost model of a decoder, with the pairs of tokens in its attention, but without scans.
 
-    Attention may be grouped, latent, sliding, chunked or compressed; the scores of an indexer count, too. Sparse
+    Attention may be grouped, latent, sliding, chunked or compressed. Compressed attention joins the tokens before a
+    token `rate` by `rate` to one, and also sees a window of single tokens. The scores of an indexer count, too. Sparse
     attention counts all pairs, because transformers computes all of them and masks the ones that are not selected.
 
     Args:
-        config: the text config, read by the names that the configs of transformers share.
+        config: the text config, read by the names that the configs of transformers share. Its `per_layer_config` has a
+            config for each layer.
         per_token: FLOPs of one token in all matrices.
     """
     full_pair_cost = 0.0  # FLOPs of a pair of tokens in all layers in which every token sees all tokens before it
     windows: dict[int, float] = {}
     chunks: dict[int, float] = {}
-    heads: Counter[tuple[int, int, int, int]] = Counter()
+    heads: Counter[tuple[int, int, int, int]] = Counter()  # (query heads, key heads, key dim, value dim) -> layers
     kinds = _layer_kinds(config)
     num_heads = getattr(config, "num_attention_heads_per_layer", None) or [None] * len(kinds)
     indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)  # "shared": no scores of its own
     for layer, kind, layer_heads, indexer in zip(config.per_layer_config, kinds, num_heads, indexers, strict=False):
         if kind in _WITHOUT_PAIRS:
             continue
-        sizes = _read_heads(layer, layer_heads)
-        heads[sizes] += 1
-        query_heads, _, key_dim, value_dim = sizes
+        head_sizes = _read_heads(layer, layer_heads)
+        heads[head_sizes] += 1
+        query_heads, _, key_dim, value_dim = head_sizes
         pair_cost = 2.0 * query_heads * (key_dim + value_dim)
-        score_cost = 0.0  # FLOPs of the indexer
+        score_cost = 0.0  # FLOPs of a pair in the indexer
         if kind in _SUMS_OF_SCORES and indexer != "shared":
             num_products = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
             score_cost = 2.0 * getattr(layer, "index_n_heads", 0) * num_products
-        rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # so many tokens become one
+        rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
+        # Configs have a `sliding_window` even for layers that see all tokens.
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
         full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
         if window:
@@ -184,14 +200,21 @@ def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
             chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair_cost
         else:
             full_pair_cost += pair_cost
-    attention = tuple(HeadCounts(layers, *sizes) for sizes, layers in heads.items())
     return CostModel(
-        per_token, full_pair_cost, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention
+        per_token,
+        per_pair=full_pair_cost,
+        windows=tuple(sorted(windows.items())),
+        chunks=tuple(sorted(chunks.items())),
+        attention=tuple(HeadCounts(layers, *head_sizes) for head_sizes, layers in heads.items()),
     )
 
 
 def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
-    """Return a cost model with the scans of recurrent layers added.
+    """Return `costs` with the FLOPs of the scans of recurrent layers added to its windows and chunks.
+
+    Args:
+        costs: the cost model without scans.
+        mixers: all scans of the model.
 
     >>> scan = ScanCosts(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
     >>> import numpy as np
@@ -218,19 +241,20 @@ def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
         AttributeError, TypeError: the config has other fields.
     """
     layers = getattr(config, "num_hidden_layers", None) or config.depth
-    width = getattr(config, "embed_dim", None) or config.hidden_size
+    hidden_size = getattr(config, "embed_dim", None) or config.hidden_size
     head_dim = getattr(config, "head_dim", None)
     if head_dim:
-        width = head_dim * config.num_attention_heads
+        hidden_size = head_dim * config.num_attention_heads
     is_square = not isinstance(config.patch_size, list | tuple)
-    height, breadth = (config.patch_size, config.patch_size) if is_square else config.patch_size
-    num_values = 3 * (getattr(config, "temporal_patch_size", None) or 1) * height * breadth  # of a patch
-    per_pair = 4.0 * width  # FLOPs of two patches in one layer
+    height, width = (config.patch_size, config.patch_size) if is_square else config.patch_size  # pixels of a patch
+    patch_values = 3 * (getattr(config, "temporal_patch_size", None) or 1) * height * width
+    per_pair = 4.0 * hidden_size  # FLOPs of two patches in one layer
     full_layers = getattr(config, "fullatt_block_indexes", None)  # the other layers have windows
     if full_layers is not None:
-        per_patch += (layers - len(full_layers)) * per_pair * (config.window_size / height) ** 2
+        patches_in_window = (config.window_size / height) ** 2
+        per_patch += (layers - len(full_layers)) * per_pair * patches_in_window
         layers = len(full_layers)
-    return TowerCosts(per_patch / num_values, layers * per_pair / num_values**2)
+    return TowerCosts(per_patch / patch_values, layers * per_pair / patch_values**2)
 
 
 def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
@@ -249,13 +273,16 @@ def _read_heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, 
 
     Args:
         layer: the config of the layer.
-        num_heads: its number of query heads, if it is not the one in the config.
+        num_heads: the layer's number of query heads, if it differs from the number in the config.
+
+    Returns:
+        (heads, kv_heads, key_dim, value_dim).
     """
     heads = num_heads or layer.num_attention_heads
     if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
-        key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        key_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim
         kv_heads = heads
     else:
-        key = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        key_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-    return heads, kv_heads, key, getattr(layer, "v_head_dim", None) or key
+    return heads, kv_heads, key_dim, getattr(layer, "v_head_dim", None) or key_dim
