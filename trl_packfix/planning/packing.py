@@ -298,7 +298,7 @@ class Packing:
         """
         step_of_documents = self.unpacked_step_of_documents(order)
         # `bounds` has no place for the units of step -1, which come last, so they are in no slot.
-        units_by_step, bounds = units.in_steps(order, step_of_documents, self.num_steps(len(order)))
+        units_by_step, bounds = units.sort_by_step(order, step_of_documents, self.num_steps(len(order)))
         return schedule_steps(units, units_by_step, bounds, bins=self.bins)
 
     # What restarts and caches compare

@@ -1,12 +1,13 @@
-"""What planning packs, units, and what it packs them into, bins. numpy only.
+"""The *units* that planning packs, and the *slots* that the packs go to. numpy only.
 
 A *unit* is planned as one thing: a document, with its images if it has any, or several documents that a feature
-plans as one (a subclass of `Units`). It has a number of rows, by which it fits into a bin, and a cost in FLOPs, by
-which bins are balanced. A *bin*, also called *slot*, is the place of one pack: one micro-batch of one rank, or of one
-group of ranks that share the pack. The *degree* is the number of ranks in the group; the cost of a unit depends on it.
+plans as one (a subclass of `Units`). It has a number of rows, by which it fits into a pack, and a cost in FLOPs, by
+which packs are balanced. A *slot* is the place of one pack: one micro-batch of one rank, or of one group of ranks that
+share the pack. The *degree* is the number of ranks in the group; the cost of a unit depends on it.
 
-`data/epochs.py` makes units from the lengths of documents, and `Packing` makes the bins from the settings. After
-planning, units are replaced by their documents. Letters: U units, S slots of an optimizer step.
+`data/epochs.py` makes units from the lengths of documents, and `Packing` makes the `Bins`, which describe the slots,
+from the settings. After planning, units are replaced by their documents. Letters: N documents, U units, S slots of an
+optimizer step.
 """
 
 from dataclasses import dataclass, field
@@ -25,16 +26,14 @@ Synchronisation = Literal["micro", "step"]
 class Bins:
     """The S = G * W slots of every optimizer step, and how they are filled."""
 
-    capacity: int  # most rows of a bin
+    capacity: int  # most rows of a pack
     accumulation: int = 1  # G, micro-batches per optimizer step and rank
-    world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a bin
+    world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a pack
     degree: int = 1  # ranks of a group
     balance: Balance = "step"  # "step" deals the units of a step so that ranks finish together; "none" does not
-    synchronisation: Synchronisation = (
-        "micro"  # ranks wait for each other after every micro-batch, or only after a step
-    )
+    synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after a "step"
     drop_last: bool = False  # the last step is omitted if it is incomplete
-    evens_targets: bool = False  # bins get even numbers of trained tokens instead of even costs
+    evens_targets: bool = False  # the packs of a step get about equal numbers of trained tokens, and not equal costs
     batch_size: int = 1  # documents per micro-batch of the unpacked run
 
     @property
@@ -45,7 +44,7 @@ class Bins:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """U units, each of which is one document. Features that plan several documents as one have a subclass.
+    """U units. Here each unit is one document, so U = N. Features that plan several documents as one have a subclass.
 
     >>> Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0])).costs().tolist()
     [12.0, 47.0]
@@ -54,8 +53,8 @@ class Units:
     rows: Int64Array  # rows of each unit, shape (U,); a document has a row for each token
     cost_model: CostModel
     image_costs: Float64Array | float = 0.0  # FLOPs of the images of each unit in the vision tower, shape (U,)
-    targets: Int64Array | None = None  # trained tokens of each unit, shape (U,); needed to even them out
-    _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)
+    targets: Int64Array | None = None  # trained tokens of each unit, shape (U,); needed for `Bins.evens_targets`
+    _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)  # by degree, once computed
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,25 +69,26 @@ class Units:
         """Return the FLOPs of each unit in the language model, shape (U,)."""
         return cost_model(self.rows)
 
-    def in_steps(
+    def sort_by_step(
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
     ) -> tuple[Int64Array, Int64Array]:
-        """Return the units in the order of the optimizer steps that their documents must keep.
+        """Sort the units by the optimizer step that their documents have in the unpacked run, and must keep.
 
         Args:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
-            step_of_documents: the step of each document, by its number, shape (N,); -1 for a document without a step,
-                which is visited last.
+            step_of_documents: the step of each document, by its number, shape (N,); -1 for a document that the
+                unpacked run does not reach. Such documents are last in `order`.
             num_steps: the number of steps.
 
         Returns:
-            The units, shape (U,); and where the units of each step begin in them, shape (num_steps + 1,).
+            The sorted units, shape (U,), and where the units of each step begin in them, shape (num_steps + 1,).
         """
         num_reached = int((step_of_documents >= 0).sum())
-        return order, np.searchsorted(step_of_documents[order[:num_reached]], np.arange(num_steps + 1))
+        step_of_reached = step_of_documents[order[:num_reached]]  # ascending
+        return order, np.searchsorted(step_of_reached, np.arange(num_steps + 1))
 
     def visiting_order(self, order: Int64Array) -> Int64Array:
-        """Return the order in which units are visited, made from a random order; both shape (U,)."""
+        """Return the order in which units are visited, shape (U,). Subclasses may change the random `order`."""
         return order
 
     def to_documents(

@@ -198,7 +198,7 @@ class Pieces(Units):
         is_first = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
         return piece[is_first], np.concatenate([[0], np.cumsum(is_first)])[offsets]
 
-    def in_steps(
+    def sort_by_step(
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
     ) -> tuple[Int64Array, Int64Array]:
         # All documents of a piece have the same step, so the step of its first document is the step of the piece.
