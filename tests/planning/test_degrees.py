@@ -80,7 +80,7 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     steps = [UndividedStep(each, units, packing.bins, parallel=packing.parallel) for each in members]
     possible = possible_degrees(64, world[1], world[0], num_heads=8) if epoch == 0 else packing.degrees
     for degree in possible:
-        divided = [step.one_degree(step.members, degree, accumulation) for step in steps]
+        divided = [step.divide_with_degree(step.members, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
             assert seconds <= sum(each.seconds for each in divided) * (1 + 1e-9), degree
 

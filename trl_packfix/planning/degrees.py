@@ -1,25 +1,26 @@
-"""Choose by a model of its time how many ranks share a pack, for each micro-step. Sequence parallelism, numpy only.
+"""Choose for each micro-step how many ranks share a pack, by a model of the time. Sequence parallelism, numpy only.
 
-With `tokens_per_rank` a document may be longer than what one rank holds. Then s neighbouring ranks, a *group*, share a
-pack, and each rank holds a *part* of it, T / s consecutive of its T tokens. s is the *degree*. Inside attention the
-ranks of a group exchange tokens for heads (an all-to-all, as in Ulysses, arXiv 2309.14509), which takes time; the scans
-of hybrid models are exchanged, too. So short documents should have a degree of 1. A long document should have a high
-degree, so that its group ends as early as the other groups, which wait for it.
-
-An optimizer step keeps its documents, whatever the degrees. Its units are sorted, longest first, and *divided* in the
-faster of two ways: all of them are dealt to the micro-steps with one degree, the best by the model; or they are halved
-by tokens, each half gets its share of the micro-steps, and is divided in the same way. So the longest documents may
-have a degree of their own. One degree for the whole step is among the divisions, so no step is slower, by the model,
-than with the best single degree of the run. Only ratios of the speeds decide.
+With `tokens_per_rank` a document may be longer than what one rank holds. Then neighbouring ranks, a *group*, share a
+pack, and each rank holds a *part* of its tokens. The *degree* is the number of ranks in a group. Before and after
+attention, or the scan of a recurrent layer, the ranks of a group exchange tokens for heads (an all-to-all, as in
+Ulysses, arXiv 2309.14509), which takes time. So short documents should have a degree of 1. A long document should have
+a high degree, so that its group ends as early as the other groups, which wait for it.
 
 `Packing.schedule` calls `schedule_groups` with a plan of packs; out comes the schedule of an epoch. A *micro-step* is
-the micro-batches of the same number on all ranks; a *unit* is a document, or a family of documents planned as one.
+the micro-batches of the same number on all ranks. A *unit* is a document, or a family of documents planned as one.
 
-Letters: G micro-steps of a step, W ranks, s the degree, C tokens per rank, S the smallest degree that holds a document
-of `max_length`.
+An optimizer step keeps its units, whatever the degrees. `UndividedStep.divide` deals them to micro-steps in the faster
+of two ways. In the first, all micro-steps have one degree, the best by the model. In the second, the units are sorted,
+longest first, and cut into two halves with about as many tokens. Each half gets its share of the micro-steps, and is
+divided in the same two ways. So the longest documents may have a degree of their own, and no step is slower, by the
+model, than with the best single degree. Only ratios of the speeds decide.
+
+Letters: G micro-steps of a step, W ranks, C tokens per rank, S the smallest degree that holds a document of
+`max_length`.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -57,13 +58,13 @@ class GroupTimes:
         if degree == 1:
             return 0.0, 0.0
         speeds = self.speeds
-        num_values = 0  # of one token in all layers
-        num_layers = 0
         ranks_inside = min(degree, speeds.ranks_per_node)  # ranks of the group on one node
         # A rank keeps 1 / degree of its bytes, and sends an equal share to each other rank of the group.
         seconds_within = (ranks_inside - 1) / degree / speeds.within
         seconds_per_byte = seconds_within + (degree - ranks_inside) / degree / speeds.between
         latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
+        num_values = 0  # numbers that are exchanged for one token in all layers
+        num_layers = 0
         for kind in self.cost_model.attention:
             num_layers += kind.layers
             num_values += kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
@@ -72,7 +73,7 @@ class GroupTimes:
             num_values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
         passes = speeds.exchanging_passes
         per_token = num_values * speeds.bytes_per_value * passes * seconds_per_byte
-        return per_token, 2 * passes * num_layers * latency
+        return per_token, 2 * passes * num_layers * latency  # a layer exchanges twice, before and after
 
     def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
         """Return the seconds of one micro-step of each of N groups, shape (N,).
@@ -82,8 +83,8 @@ class GroupTimes:
             tokens: rows of the pack of each group, shape (N,).
             degree: number of ranks in a group.
         """
-        per_token, fixed = self.exchange(degree)
-        return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
+        per_token, latency = self.exchange(degree)
+        return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + latency
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,11 @@ class DividedStep:
 
     seconds: float  # modelled time: the sum over micro-steps of the time of the slowest group
     degrees: list[int]  # the degree of each micro-step
-    packs: list[Int64Array]  # the units of each group, micro-step after micro-step; one of degree s has W // s groups
+    # The units of each group, micro-step after micro-step; a micro-step has W // degree groups
+    packs: list[Int64Array]
 
     def __add__(self, other: "DividedStep") -> "DividedStep":
+        """Return the micro-steps of both, one after the other."""
         return DividedStep(self.seconds + other.seconds, self.degrees + other.degrees, self.packs + other.packs)
 
 
@@ -126,15 +129,15 @@ def schedule_groups(
     # A pack is in the slot of the first rank of its group; the slots of the other ranks are empty.
     sizes = np.zeros((len(degrees), bins.world_size), np.int64)
     pack_sizes = iter(map(len, packs))
-    for sizes_of_slots, degree in zip(sizes, degrees, strict=True):
-        sizes_of_slots[::degree] = [next(pack_sizes) for _ in sizes_of_slots[::degree]]
+    for slot_sizes, degree in zip(sizes, degrees, strict=True):
+        slot_sizes[::degree] = list(islice(pack_sizes, bins.world_size // degree))
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     order = np.concatenate([np.zeros(0, np.int64), *packs])
     return Schedule(order, offsets, bins.accumulation, bins.world_size, degrees=np.array(degrees))
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:
-    """Divide the units of one optimizer step among groups of ranks, with the least modelled time that is found.
+    """Divide the units of one optimizer step among groups of ranks so that the modelled time is short.
 
     Args:
         packs: the units of the step in packs for groups of S ranks.
@@ -149,8 +152,8 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     if bins.balance == "none":
         return step.as_division(packs, degree)
     fastest = step.divide(step.members, accumulation)
-    # If no packs of degree S were found, the planned packs have not been tried yet. They always fit.
-    if fastest is None or step.first_packs(step.members, degree, accumulation) is None:
+    # Where `divide` finds no packs of degree S for the whole step, the planned packs, which always fit, are tried, too.
+    if fastest is None or step.unbalanced_packs(step.members, degree, accumulation) is None:
         planned = step.as_division(step.balance(packs, degree, accumulation), degree)
         if fastest is None or planned.seconds < fastest.seconds:
             fastest = planned
@@ -158,9 +161,16 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
 
 
 class UndividedStep:
-    """The units of one optimizer step, longest and dearest first, and the ways to divide them among groups of ranks.
+    """The units of one optimizer step, longest first, and the ways to divide them among groups of ranks.
 
-    `members` in the methods are numbers of units: all units of the step, or some of them in the same order.
+    The methods get `members`: the numbers of all units of the step, or of some of them in the same order. A method
+    returns None if it does not find how these units fit into packs. Units of equal length are sorted dearest first.
+
+    Args:
+        members: numbers of the units of the step.
+        units: all units of the epoch.
+        bins: the slots of a step, for W ranks.
+        parallel: the degrees that may be chosen, and the speeds of the devices.
     """
 
     def __init__(self, members: Int64Array, units: Units, bins: Bins, *, parallel: SequenceParallel):
@@ -171,31 +181,31 @@ class UndividedStep:
         self.times = GroupTimes(units.cost_model, parallel.speeds)
 
     def divide(self, members: Int64Array, num_micro_steps: int) -> DividedStep | None:
-        """Divide units among `num_micro_steps` micro-steps, with one degree or in halves; None if nothing is found.
+        """Divide units among `num_micro_steps` micro-steps, with one degree or in halves.
 
-        The half of the tokens that is in longer units gets the first half of the micro-steps. Each half is divided by
-        this method, too.
+        The longer units go to the first half of the micro-steps, and have about half of the tokens.
         """
         in_halves = None
         if num_micro_steps > 1 and len(members):
-            num_longer = num_micro_steps // 2
+            first_half = num_micro_steps // 2  # micro-steps for the longer units
             ends = np.cumsum(self.units.rows[members])
-            split = max(int(np.searchsorted(ends, ends[-1] * num_longer / num_micro_steps, side="right")), 1)
-            longer = self.divide(members[:split], num_longer)
-            shorter = self.divide(members[split:], num_micro_steps - num_longer)
+            rows_of_first_half = ends[-1] * first_half / num_micro_steps
+            split = max(int(np.searchsorted(ends, rows_of_first_half, side="right")), 1)
+            longer = self.divide(members[:split], first_half)
+            shorter = self.divide(members[split:], num_micro_steps - first_half)
             if longer is not None and shorter is not None:
                 in_halves = longer + shorter
-        return self.best_degree(members, num_micro_steps, in_halves)
+        return self.divide_with_best_degree(members, num_micro_steps, in_halves)
 
-    def best_degree(
+    def divide_with_best_degree(
         self, members: Int64Array, num_micro_steps: int, best: DividedStep | None = None
     ) -> DividedStep | None:
-        """Divide units with the best single degree.
+        """Divide units among micro-steps of one degree, with the degree that takes least time.
 
-        Degrees are tried in the order of a lower bound of their time, until none can be better.
+        Degrees are tried in the order of a lower bound of their time, until none can take less than the best one.
 
         Returns:
-            The division with the best degree, or `best` if no degree takes less time; None if there is neither.
+            The fastest division with one degree, or `best` if that takes no more time; None if there is neither.
         """
         if not len(members):
             # For a micro-step without units, all degrees are equally good.
@@ -206,7 +216,7 @@ class UndividedStep:
         for bound, degree in bounds:
             if best is not None and bound >= best.seconds:
                 break
-            division = self.one_degree(members, degree, num_micro_steps)
+            division = self.divide_with_degree(members, degree, num_micro_steps)
             if division is not None and (best is None or division.seconds < best.seconds):
                 best = division
         return best
@@ -219,15 +229,15 @@ class UndividedStep:
         longest = self.times.seconds(costs, rows, degree).max()
         return float(max(even[0] * degree / self.bins.world_size, longest))
 
-    def one_degree(self, members: Int64Array, degree: int, num_micro_steps: int) -> DividedStep | None:
-        """Divide units with one degree, balanced; None if it is not found how they fit."""
-        packs = self.first_packs(members, degree, num_micro_steps)
+    def divide_with_degree(self, members: Int64Array, degree: int, num_micro_steps: int) -> DividedStep | None:
+        """Divide units among micro-steps of this degree, balanced over groups."""
+        packs = self.unbalanced_packs(members, degree, num_micro_steps)
         if packs is None:
             return None
         return self.as_division(self.balance(packs, degree, num_micro_steps), degree)
 
-    def first_packs(self, members: Int64Array, degree: int, num_micro_steps: int) -> list[Int64Array] | None:
-        """Put units into packs for groups of one degree, not yet balanced; None if it is not found how they fit."""
+    def unbalanced_packs(self, members: Int64Array, degree: int, num_micro_steps: int) -> list[Int64Array] | None:
+        """Put units into packs for groups of one degree, at most one pack for each group and micro-step."""
         rows = self.units.rows[members]
         capacity = degree * self.parallel.tokens_per_rank
         num_groups = self.bins.world_size // degree * num_micro_steps
@@ -240,7 +250,7 @@ class UndividedStep:
         return [members[pack] for pack in packs] or None
 
     def balance(self, packs: list[Int64Array], degree: int, num_micro_steps: int) -> list[Int64Array]:
-        """Deal the units of packs evenly to the groups of `num_micro_steps` micro-steps, see `balance.py`."""
+        """Deal the units of packs evenly to groups, and return one pack for each group and micro-step."""
         bins = replace(
             self.bins,
             capacity=degree * self.parallel.tokens_per_rank,
@@ -252,7 +262,7 @@ class UndividedStep:
         return balance_packs(packs, self.units, bins)
 
     def as_division(self, packs: list[Int64Array], degree: int) -> DividedStep:
-        """Return the packs of groups of one degree, micro-step after micro-step, with their modelled time."""
+        """Return packs for groups of one degree, micro-step after micro-step, with their modelled time."""
         unit_costs = self.units.costs(degree)
         costs = np.array([unit_costs[pack].sum() for pack in packs])
         rows = np.array([self.units.rows[pack].sum() for pack in packs])
@@ -261,7 +271,7 @@ class UndividedStep:
 
 
 def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) -> tuple[Float64Array, Float64Array]:
-    """Return the modelled seconds of each micro-step of an epoch.
+    """Compute the modelled seconds of each micro-step of an epoch.
 
     Returns:
         The seconds of the slowest group of each micro-step, and the mean over ranks of the seconds in exchanges; both
@@ -273,7 +283,7 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
     slot_tokens = schedule.slot_sums(units.rows)
     for degree in np.unique(schedule.degrees).tolist():
         micro_steps = np.flatnonzero(schedule.degrees == degree)
-        first_ranks = slice(None, None, degree)  # the slots that hold the packs of the groups
+        first_ranks = slice(None, None, degree)  # the first rank of each group, whose slot holds the pack
         costs = schedule.slot_sums(units.costs(degree))[micro_steps][:, first_ranks]
         tokens = slot_tokens[micro_steps][:, first_ranks]
         seconds[micro_steps] = times.seconds(costs, tokens, degree).max(axis=1)

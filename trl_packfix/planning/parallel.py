@@ -7,7 +7,9 @@ and `degrees.py` chooses the degree of each micro-step by them.
 
 from dataclasses import dataclass, field
 
-FILL = 0.95  # share of the capacity to which packs are planned: full steps could not be dealt to small groups
+# Packs are planned to this share of the capacity. Documents are later dealt anew to groups of other sizes, and if all
+# packs were full, they would hardly fit another way.
+FILL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def possible_degrees(
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel:
-    """How the ranks of a run share packs. The defaults are for ranks that share none."""
+    """How the ranks of a run share packs. By default, every rank has packs of its own."""
 
     tokens_per_rank: int  # C, most tokens of a pack on one rank
     smallest: int = 1  # S, the smallest degree that holds a document of `max_length`; packs are planned for it
