@@ -1,9 +1,9 @@
 """Best-fit decreasing on the histogram of lengths, and functions on packs as two arrays.
 
 *Best-fit decreasing* takes documents longest first and puts each into the fullest pack that has room for it, or opens a
-new pack. It is used for whole tables (`packs.plan_bfd`), for buffers and windows (`exact_fill.py`) and for groups of
-ranks (`degrees.py`). Lengths and capacities are in tokens; the *space* of a pack is the number of tokens that still
-fit.
+new pack. It is used for whole tables (`packs.plan_bfd`), for buffers and windows (`exact_fill.py`) and for ranks that
+share packs (`degrees.py`). Lengths and capacities are in tokens. The *space* of a pack is the number of tokens that
+still fit.
 
 Packs are a pair of arrays, (members, sizes): `members` has the documents by number, pack after pack, shape (N,), and
 `sizes` the number of documents in each of P packs, shape (P,).
@@ -18,7 +18,7 @@ from .arrays import Int64Array
 
 Packs = tuple[Int64Array, Int64Array]
 EqualPacks = tuple[int, int, int]
-"""Packs with consecutive numbers and documents of equal lengths: (first pack, number of packs, documents in each)."""
+"""Packs with consecutive numbers and documents of equal lengths: (first pack, number of packs, documents per pack)."""
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
@@ -43,8 +43,8 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     else:
         shuffled = rng.permutation(len(lengths))
         by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
-    # 2. Pack lengths. By each row of the result, `per_pack` documents go to each of `num_packs` packs from `first_pack`
-    # on, behind the `filled` documents that they have already.
+    # 2. Pack lengths. Each row of the result sends `per_pack` documents to each of `num_packs` packs from `first_pack`
+    # on, behind the `filled` documents that these packs have already. Documents are used up row after row.
     first_pack, num_packs, per_pack, filled = best_fit_of_histogram(np.bincount(lengths), capacity).T
     # 3. Compute the pack of each document, and its index among the documents of its row in this pack.
     row_documents = num_packs * per_pack
@@ -56,7 +56,7 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     pack += np.repeat(first_pack, row_documents)
     if rng is not None:
         pack = rng.permutation(int((first_pack + num_packs).max()))[pack]
-    # 4. Make this the index in `members`, and put the documents there.
+    # 4. Turn the index inside the row into the index in `members`, and put the documents there.
     sizes = np.bincount(pack)
     index += np.repeat(filled, row_documents)
     index += (np.cumsum(sizes) - sizes)[pack]
@@ -70,9 +70,9 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
     """Pack a histogram of lengths by best-fit decreasing.
 
     Packs with documents of equal lengths have consecutive numbers, and are filled together: all of them take as many
-    documents of the next length as they can. This is exact: after a document, the fullest pack with room is still the
-    fullest one for the next document of this length, until it has no more room. Of packs with equal space, the ones
-    that got this space first are filled first.
+    documents of the next length as they can. The result is the same as with one document at a time, because a pack that
+    has just got a document stays the fullest one, so it also gets the next documents of this length, until it has no
+    more room. Of packs with equal space, the ones that got this space first are filled first.
 
     Worked example, lengths 5 5 3 2 2 in packs of 7: the two fives open a pack each; the three fits into neither (2
     tokens of space) and opens a third pack; of the twos, one goes behind each five.
@@ -115,17 +115,18 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
                 num = -(-num_remaining // (capacity // length))
                 filled = 0
                 num_opened += num
-            # 2. Fill as many packs as possible, each with the most documents that fit, and one more pack with the rest.
+            # 2. Fill as many packs as possible, each with the most documents that fit, and the next pack with the last
+            # documents, if there are too few to fill it.
             most_per_pack = space // length
             num_full = min(num, num_remaining // most_per_pack)
-            last = num_remaining - num_full * most_per_pack if num_full < num else 0
-            for first_pack, num_packs, per_pack in ((first, num_full, most_per_pack), (first + num_full, 1, last)):
+            in_last = num_remaining - num_full * most_per_pack if num_full < num else 0
+            for first_pack, num_packs, per_pack in ((first, num_full, most_per_pack), (first + num_full, 1, in_last)):
                 if num_packs and per_pack:
                     rows.append((first_pack, num_packs, per_pack, filled))
                     if space > per_pack * length:
                         packs_with(space - per_pack * length).append((first_pack, num_packs, filled + per_pack))
-            num_used = num_full + (last > 0)
-            num_remaining -= num_full * most_per_pack + last
+            num_used = num_full + (in_last > 0)
+            num_remaining -= num_full * most_per_pack + in_last
             # 3. Packs that got no document stay ahead of later packs with the same space.
             if num_used < num:
                 packs_with(space).appendleft((first + num_used, num - num_used, filled))

@@ -1,11 +1,14 @@
 """Pack documents in the order in which they arrive: a bounded buffer, oldest documents first, then an exact fill.
 
 Lengths in tokens come from a table in visiting order (`packs.plan_stream`) or from a stream (`Packing.pack_stream`).
-Out go packs as lists of positions; a *position* is the number of a document in order of arrival, from 0. Arrived
-documents *wait* in a buffer until they are placed in a pack. One pack is open at a time; its *gap* is the number of
-tokens that still fit. An *exact fill* is one or two waiting documents whose lengths sum to the gap.
+Out go packs of positions; a *position* is the number of a document in order of arrival, from 0. A stream gets each pack
+as a list as soon as it is closed. A table gets all packs as a pair of arrays: `members`, the positions pack after pack,
+and `sizes`, the number of documents in each pack.
 
-`carry_over` is the alternative for packs of few documents: best-fit decreasing in a large window.
+Arrived documents *wait* in a buffer until they are placed in a pack. One pack is open at a time; its *gap* is the
+number of tokens that still fit. An *exact fill* is one or two waiting documents whose lengths sum to the gap.
+
+`pack_in_windows` is the alternative for packs of few documents: best-fit decreasing in a large window.
 """
 
 from collections import deque
@@ -19,8 +22,9 @@ from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # a search skips at most so many documents that are too long, which bounds the work for a pack
-FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `StreamPacker`
-ENOUGH_FILLERS = 2  # short documents are scarce below this many times the room beside long ones; see `StreamPacker`
+# See `StreamPacker` for the next two.
+FILL_FROM = 3  # largest gap for which an exact fill is searched / mean length of the waiting documents
+ENOUGH_FILLERS = 2  # tokens of waiting short documents / tokens that fit beside the long ones; below, they are scarce
 MAX_REMEMBERED = 1 << 16  # positions of placed documents that stay in memory, which bounds it for an endless stream
 
 
@@ -29,7 +33,7 @@ class WaitingDocuments:
 
     `present[l]` is 1 where a document of l tokens waits, and `mirrored` is `present` in reverse. Two documents sum to a
     gap where a slice of `present` and a slice of `mirrored` are both 1, so one bitwise "and" finds all such pairs.
-    `forward` and `backward` are views of the two as numpy arrays.
+    `forward` and `backward` are the same bytes as numpy arrays.
 
     Args:
         longest: most tokens of a document.
@@ -115,28 +119,39 @@ class WaitingDocuments:
         return (int(lengths[best]), int(lengths[partner[best]])) if total[best] > single else (single,)
 
 
-def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """Return the packs of a `StreamPacker` for documents whose lengths are all known.
+def pack_with_buffer(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
+    """Pack documents whose lengths are all known, by `StreamPacker`.
 
     Args:
         arriving: tokens of each document in order of arrival, shape (N,).
         capacity: most tokens of a pack.
         buffer_size: most documents that wait.
+
+    Returns:
+        (members, sizes): the positions pack after pack, shape (N,), and the number of documents in each pack.
     """
     return _as_arrays(StreamPacker(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max(initial=1))))
 
 
 def _as_arrays(packs: Iterable[list[int]]) -> Packs:
-    """Return packs of positions as (members, sizes), see `best_fit.py`."""
+    """Return packs of positions as (members, sizes)."""
     packs = list(packs)
     members = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
     return members, np.fromiter(map(len, packs), dtype=np.int64, count=len(packs))
 
 
 def _pack_last_buffer(lengths: Int64Array, capacity: int) -> Packs:
-    """Pack the documents that wait when no more arrive: by three heuristics, of which the one with fewest packs wins.
+    """Pack the documents that wait when no more arrive. Of three heuristics, the one with the fewest packs wins.
 
-    The packs come in the order of the oldest document in each.
+    The heuristics are `StreamPacker` with the oldest documents first, `StreamPacker` with the longest documents first,
+    and best-fit decreasing.
+
+    Args:
+        lengths: tokens of each waiting document, oldest first, shape (N,).
+        capacity: most tokens of a pack.
+
+    Returns:
+        (members, sizes), with indices into `lengths`. The packs come in the order of the oldest document in each.
     """
 
     def pack_until_empty(arriving: Int64Array) -> Packs:
@@ -152,12 +167,13 @@ def _pack_last_buffer(lengths: Int64Array, capacity: int) -> Packs:
 
 @dataclass(eq=False)
 class StreamPacker:
-    """Packs of positions, each yielded as soon as it is closed. Iterate over it once.
+    """An iterator over packs of positions, each yielded as soon as it is closed. Iterate over it once.
 
     A pack begins with the oldest waiting document, takes the next oldest ones that fit, and is closed by an exact fill.
 
-    An exact fill is searched only once the gap is at most `FILL_FROM` mean documents. Most larger gaps have an exact
-    fill of two long documents; with it, long documents would be trained first and short ones last.
+    An exact fill is searched only once the gap is at most `FILL_FROM` times the mean length of the waiting documents.
+    Most larger gaps have an exact fill of two long documents. With it, long documents would be trained first, and short
+    ones last.
 
     A document of more than half a pack needs shorter ones beside it. Where short documents are scarce, an exact fill
     would use two of them at once, and later packs would stay half empty. In that case each gap takes the longest
@@ -180,7 +196,7 @@ class StreamPacker:
     [[0, 2], [1, 3], [4, 5], [6]]
     """
 
-    arriving: Iterable[int]  # tokens of each document; a length of 0 ends the stream
+    arriving: Iterable[int]  # tokens of each document, at least 1
     capacity: int  # most tokens of a pack
     buffer_size: int  # most documents that wait
     longest: int  # most tokens of a document, at most `capacity`
@@ -195,7 +211,7 @@ class StreamPacker:
         self.lengths: list[int] = []
         self.is_placed = bytearray()
         self.first_position = 0
-        self.num_bytes = 0
+        self.num_bytes = 0  # bytes of the waiting documents
         # A waiting document of at most half a pack adds its tokens, because it can fill the room beside a longer one. A
         # longer document subtracts `ENOUGH_FILLERS` times the room beside it. Below 0, short documents are scarce.
         self.filler_surplus = 0
@@ -227,7 +243,7 @@ class StreamPacker:
         buffer = self.buffer
         while buffer.num_documents < self.buffer_size and self.num_bytes < self.most_bytes and not self.ended:
             length = next(self.next_lengths, 0)
-            if not length:
+            if length == 0:  # no document is left
                 self.ended = True
                 return
             position = self.first_position + len(self.is_placed)
@@ -267,16 +283,17 @@ class StreamPacker:
             return
         fill: tuple[int, ...] = ()
         longest = buffer.longest_up_to(gap)  # an exact fill has no longer document
-        fill_from = min(2 * longest, FILL_FROM * buffer.num_tokens / buffer.num_documents)
+        mean_length = buffer.num_tokens / buffer.num_documents
+        max_gap = min(2 * longest, FILL_FROM * mean_length)  # two documents fill at most twice the longest
         # First the oldest documents that fit, until an exact fill is found.
         while index >= 0 and gap and not fill:
             # This document is the oldest of its length: an older one would have fitted and been placed.
             gap -= self._place(self.lengths[index])
-            if gap <= fill_from:
+            if gap <= max_gap:
                 fill = buffer.exact_fill(gap, longest) if gap else ()
             if gap and not fill:
                 index = self._next_that_fits(index + 1, gap)
-        # Then the exact fill or, without one, the fills that come closest.
+        # Then the exact fill or, without one, the fills that leave the smallest gap, one after the other.
         while gap:
             fill = fill or buffer.best_fill(gap)
             if not fill:
@@ -298,11 +315,11 @@ class StreamPacker:
         return -1
 
 
-def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
-    """Pack windows of waiting documents by best-fit decreasing, emit the fullest packs, and let the other ones wait.
+def pack_in_windows(arriving: Int64Array, capacity: int, window: int) -> Packs:
+    """Pack windows of waiting documents by best-fit decreasing, emit the fullest packs, and carry the others over.
 
-    Each round packs all waiting documents, at most `window`. The fullest packs with about half of the documents are
-    emitted; the documents of the other packs wait for the next round. A pack with a document that arrived more than two
+    Each round packs all waiting documents, at most `window`. The fullest packs, with about half of the documents, are
+    emitted. The documents of the other packs wait for the next round. A pack with a document that arrived more than two
     windows ago is emitted in any case. The last round emits all packs.
 
     Args:
@@ -310,7 +327,10 @@ def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
         capacity: most tokens of a pack.
         window: most documents that wait.
 
-    >>> members, sizes = carry_over(np.array([4, 5, 3, 2]), capacity=7, window=2)
+    Returns:
+        (members, sizes): the positions pack after pack, shape (N,), and the number of documents in each pack.
+
+    >>> members, sizes = pack_in_windows(np.array([4, 5, 3, 2]), capacity=7, window=2)
     >>> [pack.tolist() for pack in np.split(members, np.cumsum(sizes)[:-1])]
     [[1], [0, 2], [3]]
     """

@@ -4,13 +4,13 @@
 
 A *document* is one training example; its length is its number of tokens. A *pack* is a set of documents that pass
 through the model together, and its *capacity* is the largest number of tokens that it may hold. `Packing.plan` calls
-the planners here through the records in `strategies.py`, and `schedule.py` deals the packs to optimizer steps. No token
-is read. A plan is a pure function of (lengths, capacity, strategy, seed, epoch).
+the planner of the strategy that is set (`strategies.py`), and `schedule.py` deals the packs to optimizer steps. No
+token is read. A plan is a pure function of (lengths, capacity, strategy, seed, epoch).
 
 There are three planners. `plan_stream` packs documents in the order in which they are visited, with a bounded buffer.
 `plan_bfd` is best-fit decreasing over all documents at once. `plan_blocks` joins blocks of consecutive tokens. With a
-random generator, all of them return their packs in random order: planners close packs of short and of long documents at
-different times, and a table would be trained in that order.
+random generator, all of them return their packs in random order. Otherwise a model would be trained on packs of long
+documents at one time, and on packs of short documents at another time, because planners close them in that order.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .arrays import Int64Array
 from .best_fit import best_fit_decreasing, by_earliest, select_packs
-from .exact_fill import carry_over, fill_exactly
+from .exact_fill import pack_in_windows, pack_with_buffer
 
 MAX_DOCUMENTS_NAMED = 10  # in an error message
 MAX_DOCUMENT_LENGTH = 2**26  # tokens; plans are made on histograms of lengths, which take 0.5 GiB for this length
@@ -63,26 +63,28 @@ class PackPlan:
     def lower_bound(self) -> int:
         """The number of packs that any plan needs at least, by the bound L2 of Martello and Toth (1990).
 
-        Some documents need more packs. If all have 0.4 x capacity tokens, two of them fill a pack, and the bound counts
-        2.5 documents per pack. It is computed on the histogram, at the first access. Source:
+        Not every set of documents fits into so many packs. If all documents have 0.4 x capacity tokens, a pack holds
+        two of them, but the bound counts 2.5 documents per pack. Source:
         https://doi.org/10.1016/0166-218X(90)90094-S
         """
         capacity = self.capacity
         counts = np.bincount(self.lengths, minlength=1)
-        # At index w: the number of documents shorter than w, and their tokens
+        # At index w of the two arrays: the number of documents with fewer than w tokens, and their tokens together
         documents = np.concatenate([[0], np.cumsum(counts)])
         tokens = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
         end = len(counts)
-        half = min(capacity // 2 + 1, end)  # a document of at least so many tokens is *long*: a pack has one at most
-        # For a threshold k, no document of k tokens or more fits beside one longer than capacity - k. So only packs
-        # whose long document has at most capacity - k tokens have room for documents of k tokens up to half the
-        # capacity. All k are tried at once; only a length that occurs can be the best one.
+        half = min(capacity // 2 + 1, end)  # a document of at least so many tokens is *long*
+        # Every long document needs a pack of its own. For a threshold k, the documents of k tokens up to half the
+        # capacity fit only into the packs whose long document has at most capacity - k tokens. What exceeds the room in
+        # these packs, the *overflow*, needs further packs. All k are tried at once; only a length that occurs can be
+        # the best one.
         k = np.concatenate([[0], np.flatnonzero(counts[:half])])
         stop_with_room = np.minimum(capacity - k + 1, end)
         num_with_room = documents[stop_with_room] - documents[half]
         room = num_with_room * capacity - (tokens[stop_with_room] - tokens[half])
         overflow = tokens[half] - tokens[k] - room
-        return int(documents[-1] - documents[half] + np.maximum(-(-overflow // capacity), 0).max())
+        num_long = documents[-1] - documents[half]
+        return int(num_long + np.maximum(-(-overflow // capacity), 0).max())
 
 
 def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | None) -> PackPlan:
@@ -118,11 +120,11 @@ def plan_stream(
 ) -> PackPlan:
     """Plan by `StreamPacker`, which packs documents in the order in which they are visited, with a bounded buffer.
 
-    Each pack takes the oldest document of the buffer, so no document waits for more than `buffer_size` packs. But short
-    documents close a pack more often than long ones, so the last packs to be closed hold long documents.
+    Each pack takes the oldest document of the buffer, so no document waits for more than `buffer_size` packs. But the
+    exact fill of a pack takes short documents more often than long ones, so the last packs to be closed hold long ones.
 
     If a pack holds fewer than four documents on average, the first 16 buffers are packed by `StreamPacker` and by
-    `carry_over` (best-fit decreasing in a window). If `carry_over` needs fewer packs, it packs all documents.
+    `pack_in_windows` (best-fit decreasing in a window). If `pack_in_windows` needs fewer packs, it packs all documents.
 
     Args:
         lengths: tokens of each document, shape (N,).
@@ -140,14 +142,14 @@ def plan_stream(
     if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
         window = LOOK_AHEAD * buffer_size
         first_documents = arriving[:window]
-        packs = fill_exactly(first_documents, capacity, buffer_size)
-        window_packs = carry_over(first_documents, capacity, window)
-        are_all = len(first_documents) == len(arriving)
+        packs = pack_with_buffer(first_documents, capacity, buffer_size)
+        window_packs = pack_in_windows(first_documents, capacity, window)
+        has_packed_all = len(first_documents) == len(arriving)
         if len(window_packs[1]) < len(packs[1]):
-            packs = window_packs if are_all else carry_over(arriving, capacity, window)
-        elif not are_all:
+            packs = window_packs if has_packed_all else pack_in_windows(arriving, capacity, window)
+        elif not has_packed_all:
             packs = None
-    members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
+    members, sizes = packs or pack_with_buffer(arriving, capacity, buffer_size)
     if rng is not None:
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
     return _make_plan(order[members], sizes, lengths, capacity=capacity)
@@ -181,7 +183,7 @@ def shuffle_packs(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
 
 
 def _make_plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
-    """Make a plan of packs that are given as (members, sizes), see `best_fit.py`."""
+    """Make a plan of packs: `members` has the documents pack after pack, `sizes` their number in each pack."""
     return PackPlan(members, np.concatenate([[0], np.cumsum(sizes)]), lengths, int(capacity))
 
 

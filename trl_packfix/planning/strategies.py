@@ -20,11 +20,11 @@ Strategy = str  # a key of `STRATEGIES`
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTraits:
-    """What a strategy does, and what follows from it."""
+    """What a strategy does, and what follows from it for the settings and the rest of planning."""
 
     # (lengths, capacity, order, rng) -> plan with every document in one pack of at most `capacity` tokens. `order` is
-    # the order in which documents are visited, a permutation of their numbers, shape (N,). `rng` draws everything else;
-    # it is None without shuffling. If there is an `rng`, the order of the packs must not depend on the lengths.
+    # the order in which documents are visited, a permutation of their numbers, shape (N,). `rng` draws the order of the
+    # packs, which must then not depend on the lengths; it is None without shuffling.
     # `plan` is None for a strategy that cuts blocks or keeps the steps of unpacked training: `Packing` plans it another
     # way.
     plan: Callable[..., PackPlan] | None = None

@@ -1,7 +1,8 @@
 """Documents sorted by their tokens, so that documents that begin alike are neighbours. numpy only.
 
-`Documents` (`data/documents.py`) have such an order where units of planning are made of documents that begin alike. A
-*neighbour* of a document is the document before it in the order. Letters: M documents are sorted.
+The order is made, and cached with the documents, for a feature that packs documents that begin alike together
+(`features/prefixes`). The *neighbour* of a document is the document before it in the order. Letters: M documents are
+sorted.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from .arrays import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Documents sorted by their tokens, and copies by their number.
+    """Documents sorted by their tokens, and documents with equal tokens by their number.
 
-    A document comes *after* the longer documents that begin with all of its tokens. It then adds one row to them: its
-    last token, which predicts nothing.
+    A document comes *after* the longer documents that begin with all of its tokens. So a pack that has computed the
+    longer document needs only one more row for the shorter one: its last token, which has no next token to predict.
     """
 
     order: Int64Array  # numbers of the documents, shape (M,)
@@ -25,8 +26,8 @@ class TokenOrder:
     def within(self, groups: Int64Array) -> "TokenOrder":
         """Return the documents of each group sorted by their tokens, group after group.
 
-        The first document of a group has nothing in common with the last one of the group before. No token is read: two
-        documents have as many common tokens as the neighbours between them have at least.
+        No token is read. The common tokens of two documents are the minimum of `common` over the documents behind the
+        first one, up to the second one. The first document of a group gets 0 common tokens.
 
         Args:
             groups: number of the group of each document, by its number; documents of group -1 are omitted.
@@ -36,22 +37,24 @@ class TokenOrder:
         >>> two_groups.order.tolist(), two_groups.common.tolist()
         ([1, 3, 0, 2], [0, 4, 0, 4])
         """
-        # First sort by group, which leaves the order inside each group. Places are indices into `self.order`.
+        # First sort by group, which keeps the order inside each group. Places are indices into `self.order`.
         group = groups[self.order]
         places = np.argsort(group, kind="stable")
         places = places[np.searchsorted(group[places], 0) :]
         group = group[places]
-        # Then find the minimum of `self.common` behind the place of one document up to the place of the next.
+        # Then find the minimum of `self.common` between `first`, the place after a document of a group, and `stop`, the
+        # place after the next document of the group.
         common = np.zeros(len(places), dtype=np.int64)
         has_neighbour = np.flatnonzero(group[1:] == group[:-1]) + 1
         first = places[has_neighbour - 1] + 1
         stop = places[has_neighbour] + 1
-        # The minimum of a range is the minimum over two ranges that cover it, each of `size` values, a power of two.
+        # The minimum of a range is the minimum of two ranges of `size` values that cover it. `size` is 2 ** level, the
+        # largest power of two in the range, and `minima[i]` is the minimum of the `size` values from place i on.
         minima = self.common
-        level = np.frexp(stop - first)[1] - 1
-        for i in range(int(level.max(initial=-1)) + 1):
-            at_level = level == i
-            size = 1 << i
+        levels = np.frexp(stop - first)[1] - 1
+        for level in range(int(levels.max(initial=-1)) + 1):
+            at_level = levels == level
+            size = 1 << level
             common[has_neighbour[at_level]] = np.minimum(minima[first[at_level]], minima[stop[at_level] - size])
             minima = np.minimum(minima[:-size], minima[size:])
         return TokenOrder(self.order[places], common)
