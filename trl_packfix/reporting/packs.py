@@ -49,10 +49,13 @@ class ShownDocument:
     positions: tuple[int, int]  # first and last position id
     spans: list[TokenSpan]  # all tokens of the document, by whether they are trained
     tokens: np.ndarray | None  # ids, shape (stop - start,)
-    shared: int = 0  # number of first tokens whose rows are rows of the document before it in the pack
+    shared: int = 0  # number of tokens at the beginning that share the rows of the document before it in the pack
     num_images: int | None = None  # None if the table has no images
-    left_out: tuple[tuple[int, str], ...] = ()  # texts of the row without tokens, each behind a number of tokens
-    whole: int | None = None  # number of tokens before it was cut; None in a table whose rows are packs
+    # Texts of the row that have no tokens, found by `cli/data.py`: (number of tokens before the text's place, text)
+    left_out: tuple[tuple[int, str], ...] = ()
+    uncut_length: int | None = (
+        None  # number of tokens before the document was cut; None in a table whose rows are packs
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +73,7 @@ class ShownDocument:
 
     @property
     def own_spans(self) -> list[TokenSpan]:
-        """The spans of the tokens that are not shared, counted from the first token that is not shared."""
+        """The spans of the tokens that are not shared; token 0 is the first one that is not shared."""
         spans = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.spans]
         return [(trained, first, end) for trained, first, end in spans if end > 0]
 
@@ -82,7 +85,7 @@ class ShownDocument:
     @property
     def cut_from(self) -> int | None:
         """The number of tokens before the document was cut; None if it was not."""
-        return None if self.whole == self.num_tokens else self.whole
+        return None if self.uncut_length == self.num_tokens else self.uncut_length
 
     def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
         """Return the document as JSON values; its spans have texts if there is a tokenizer."""
@@ -102,18 +105,15 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class ShownPack:
-    """One pack.
-
-    With shared prefixes the documents are sorted by their tokens, and have more tokens than rows.
-    """
+    """One pack. With shared prefixes its documents are sorted by their tokens, and have more tokens than rows."""
 
     place: str  # step, micro-batch and ranks as text
-    capacity: int  # most tokens of the pack
+    capacity: int  # most rows of the pack
     cu_seq_lens: list[int]  # 0, and the number of rows up to the end of each run
     documents: list[ShownDocument]
     rank: int  # the first of the ranks that share the pack
     degree: int  # the number of ranks that share the pack
-    # With shared prefixes, 0, and the number of tokens up to the end of each document that has a run; else empty
+    # 0, and the number of tokens up to the end of each document that has a run; [] if documents share no rows
     cu_seq_lens_k: list[int]
 
     def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
@@ -131,22 +131,24 @@ class ShownPack:
         return values
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Return which rows of the pack each rank holds, and which documents have runs there.
+        """Return which rows of the pack each rank holds ("tokens"), and which documents have runs there.
 
-        The last rank may hold padding, too. A pack on one rank has an empty list.
+        The list has an entry for each rank, and is empty if one rank has the pack alone. The last rank may also hold
+        padding.
         """
         if self.degree == 1:
             return []
-        starts = np.array(self.cu_seq_lens[:-1])
-        ends = np.array(self.cu_seq_lens[1:])
+        run_starts = np.array(self.cu_seq_lens[:-1])
+        run_ends = np.array(self.cu_seq_lens[1:])
         documents_with_run = np.array([i for i, document in enumerate(self.documents) if document.num_rows])
-        size = -(-self.cu_seq_lens[-1] // self.degree)
-        edges = [min(i * size, self.cu_seq_lens[-1]) for i in range(self.degree + 1)]
+        num_rows = self.cu_seq_lens[-1]
+        rows_per_rank = -(-num_rows // self.degree)
+        edges = [min(i * rows_per_rank, num_rows) for i in range(self.degree + 1)]
         return [
             {
                 "rank": rank,
                 "tokens": [first, end],
-                "documents": documents_with_run[(starts < end) & (ends > first)].tolist(),
+                "documents": documents_with_run[(run_starts < end) & (run_ends > first)].tolist(),
             }
             for rank, (first, end) in enumerate(itertools.pairwise(edges), self.rank)
         ]
@@ -162,7 +164,8 @@ def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_P
     If the first step has more than `num_packs` packs, evenly spaced ones are returned, because a step begins with its
     most expensive packs.
     """
-    slots = np.flatnonzero(np.diff(planner.schedule(0).offsets))  # slots with a pack
+    # A slot is the place of one pack: a micro-batch on a rank. With sequence parallelism some slots are empty.
+    slots = np.flatnonzero(np.diff(planner.schedule(0).offsets))
     num_of_first_step = int(np.searchsorted(slots, planner.packing.accumulation * planner.packing.world_size))
     slots = slots[: max(num_packs, num_of_first_step)]
     num = min(num_packs, len(slots))
@@ -183,11 +186,11 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     cu_seq_lens_k = []
     shared = [0] * len(rows)
     collator = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
-    if collator.shares:
+    if collator.shares:  # with shared prefixes, documents may share rows
         training_batch = collator(rows)
-        order, row_shares, _ = collator.order_documents(rows)
-        if any(row_shares):
-            shared = row_shares
+        order, shared_in_order, _ = collator.order_documents(rows)
+        if any(shared_in_order):
+            shared = shared_in_order
             numbers = numbers[order]
             rows = [rows[i] for i in order]
             cu_seq_lens = training_batch["cu_seq_lens_q"].tolist()
@@ -196,7 +199,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     batch = PackedDataCollator().arrays([{name: row[name] for name in TEXT_KEYS if name in row} for row in rows])
     tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
     bounds = batch["cu_seq_lens"].tolist()
-    packed_before = reader.seq_lengths() is not None  # then a row has several documents
+    packed_before = reader.seq_lengths() is not None  # whether the rows of the table are packs of several documents
     image_count = documents.image_count
     shown = [
         ShownDocument(
@@ -208,7 +211,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
             tokens=tokens[first:end],
             shared=num_shared,
             num_images=None if image_count is None else int(image_count[number]),
-            whole=None if packed_before else int(reader.lengths[documents.row[number]]),
+            uncut_length=None if packed_before else int(reader.lengths[documents.row[number]]),
         )
         for number, (first, end), num_shared in zip(numbers, itertools.pairwise(bounds), shared, strict=True)
     ]
@@ -285,10 +288,9 @@ def pack_text(
             text.append(f"[... {document.shared:,} shared ...] ", style)
         own_tokens = document.tokens[document.shared :]
         left_out = [(max(place - document.shared, 0), description) for place, description in document.left_out]
-        for span, trained in _text_of_spans(
-            own_tokens, document.own_spans, tokenizer, num=num_tokens, left_out=left_out
-        ):
-            text.append(f"[[{span}]]" if trained else span, f"bold {style}" if trained else style)
+        span_texts = _span_texts(own_tokens, document.own_spans, tokenizer, num=num_tokens, left_out=left_out)
+        for span_text, trained in span_texts:
+            text.append(f"[[{span_text}]]" if trained else span_text, f"bold {style}" if trained else style)
         text.append("\n")
     hidden = pack.documents[num_documents:]
     if hidden:
@@ -297,7 +299,7 @@ def pack_text(
     return text
 
 
-def _text_of_spans(
+def _span_texts(
     tokens: np.ndarray,
     spans: list[TokenSpan],
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -305,7 +307,7 @@ def _text_of_spans(
     num: int,
     left_out: list[tuple[int, str]],
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the text of each span and whether it is trained. The middle of a long document is omitted.
+    """Yield the text of each span, and whether it is trained. The middle of a long document is omitted.
 
     Args:
         tokens: ids of the tokens.
@@ -317,15 +319,16 @@ def _text_of_spans(
     length = len(tokens)
     hidden_start = num // 2 if length > num else length
     hidden_end = length - num // 2 if length > num else length
-    omitted = f"{hidden_end - hidden_start:,}"
     num_trained = sum(
         max(0, min(end, hidden_end) - max(first, hidden_start)) for trained, first, end in spans if trained
     )
-    if num_trained:
-        omitted += f", {num_trained:,} of them trained"
+    omission = f" [... {hidden_end - hidden_start:,}"
+    omission += f", {num_trained:,} of them trained ...] " if num_trained else " ...] "
     for trained, first, end in _cut_spans(spans, [place for place, _ in left_out]):
         yield from _descriptions_at(first, left_out)
-        # A span has tokens before the omitted ones, behind them, or both.
+        # A span has tokens before the omitted ones, behind them, or both. The omission stands between, in the span in
+        # which it begins.
+        has_omission = first <= hidden_start < min(end, hidden_end)
         for low, high in ((first, min(end, hidden_start)), (max(first, hidden_end), end)):
             if low < high:
                 text = " ".join(map(str, tokens[low:high]))
@@ -333,20 +336,20 @@ def _text_of_spans(
                     text = _decode_tokens(tokenizer, tokens[low:high])
                     text = REPEATED_TOKEN.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
                 yield text.replace("\n", "\\n"), trained
-            if low == first and first <= hidden_start < min(end, hidden_end):
-                yield f" [... {omitted} ...] ", False
+            if low == first and has_omission:
+                yield omission, False
     yield from _descriptions_at(length, left_out)
 
 
 def _cut_spans(spans: list[TokenSpan], places: list[int]) -> Iterator[TokenSpan]:
-    """Yield the spans of `spans`, each cut at the places inside it."""
+    """Yield the spans, each cut at the places that lie inside it."""
     for trained, first, end in spans:
         edges = [first, *sorted({place for place in places if first < place < end}), end]
         yield from ((trained, low, high) for low, high in itertools.pairwise(edges))
 
 
 def _descriptions_at(token: int, left_out: list[tuple[int, str]]) -> Iterator[tuple[str, bool]]:
-    """Yield the texts that are left out before a token, as untrained text."""
+    """Yield a text for each entry of `left_out` whose place is before this token, and False: it is not trained."""
     for place, description in left_out:
         if place == token:
             yield f" {{left out {description}}} ", False

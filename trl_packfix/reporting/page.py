@@ -33,7 +33,7 @@ NO_PICTURES = "matplotlib is not installed, so nothing is drawn. Run `pip instal
 Values = Mapping[str, Any]
 """The values of a saved report, by the names of the fields of `PackingReport`."""
 Log = Sequence[Mapping[str, Any]]
-"""The entries of a trainer's log, in order."""
+"""The entries of a trainer's log, in order: the `log_history` of transformers."""
 
 
 class SavedRun(NamedTuple):
@@ -47,7 +47,7 @@ class SavedRun(NamedTuple):
 def read_run(folder: Path) -> SavedRun:
     """Read the report and the log of a run from its `output_dir`, or from one of its checkpoints.
 
-    While a run trains, and if it was interrupted, only its checkpoints have a log. Then the newest is read.
+    While a run trains, and if it was interrupted, only its checkpoints have a log. Then the newest one is read.
 
     Raises:
         ValueError: there is no report, or a file cannot be read.
@@ -90,7 +90,7 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
         log: the log of the trainer; [] before training and where it was not saved.
     """
     lines = dict(values["lines"])
-    logged = {name: value for entry in log for name, value in entry.items()}  # the last value of each
+    last_logged = {name: value for entry in log for name, value in entry.items()}
     rows = []
     if values["model"] is not None:
         rows.append(("model", values["model"]))
@@ -99,17 +99,19 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
         packs += f", {values['efficiency']:.1%} full"
     data = f"{values['num_documents']:,} documents, {values['num_tokens']:,} tokens"
     rows.append(("data", f"{data} ({values['num_trained_tokens']:,} trained){packs}"))
-    if "step" in logged:
+    if "step" in last_logged:
         losses = [entry["loss"] for entry in log if "loss" in entry]
         loss = f", loss {losses[0]:.3g} to {losses[-1]:.3g}" if losses else ""
-        if "train_loss" in logged and not losses:
-            loss = f", loss {logged['train_loss']:.3g} on average"
-        if "eval_loss" in logged:
-            loss += f", evaluation {logged['eval_loss']:.3g}"
-        rows.append(("trained", f"{logged['step']:,} optimizer steps, {logged.get('epoch', 0):.3g} epochs{loss}"))
+        if "train_loss" in last_logged and not losses:
+            loss = f", loss {last_logged['train_loss']:.3g} on average"
+        if "eval_loss" in last_logged:
+            loss += f", evaluation {last_logged['eval_loss']:.3g}"
+        rows.append(
+            ("trained", f"{last_logged['step']:,} optimizer steps, {last_logged.get('epoch', 0):.3g} epochs{loss}")
+        )
     rows.append(("lost", _lost_text(values)))
     rows += [(label, lines[label]) for label in ("isolation", "first step") if label in lines]
-    speed = _speed_text(logged)
+    speed = _speed_text(last_logged)
     if speed:
         rows.append(("speed", speed))
     return rows
@@ -121,26 +123,26 @@ def _lost_text(values: Values) -> str:
     ledger = numbers.ledger
     counts = {"truncated": ledger.truncated, "split": ledger.split}
     counts |= {f"dropped ({reason})": count for reason, count in ledger.dropped.items()}
-    parts = [f"{count.documents:,} {name}" for name, count in counts.items() if count.documents]
+    causes = [f"{count.documents:,} {name}" for name, count in counts.items() if count.documents]
     if numbers.documents_not_reached:
-        parts.append(f"{numbers.documents_not_reached:,} not reached in an epoch")
+        causes.append(f"{numbers.documents_not_reached:,} not reached in an epoch")
     lost = "no trained token"
     if numbers.lost_trained_share:
         num_lost = ledger.lost_trained_tokens + numbers.trained_tokens_not_reached
         share = f"{numbers.lost_trained_share:.2%}"
         lost = f"{num_lost:,} of {ledger.given.trained_tokens:,} trained tokens ({share})"
-    return f"{lost}; documents: {', '.join(parts)}" if parts else lost
+    return f"{lost}; documents: {', '.join(causes)}" if causes else lost
 
 
-def _speed_text(logged: Values) -> str:
-    """Return how fast the run was, from the last values of its log; "" if nothing is logged."""
+def _speed_text(last_logged: Mapping[str, Any]) -> str:
+    """Return how fast the run was, from the last values in its log; "" if nothing is logged."""
     formats = {
         "tokens_per_second": "{:,.0f} tokens/s",
         "mfu": "{:.1%} of the peak (MFU)",
         "data_wait": "{:.1%} of the time waiting for data",
         "train_runtime": "{:,.0f} s in all",
     }
-    return ", ".join(text.format(logged[name]) for name, text in formats.items() if name in logged)
+    return ", ".join(text.format(last_logged[name]) for name, text in formats.items() if name in last_logged)
 
 
 def make_page(run: SavedRun, title: str) -> str:
@@ -182,24 +184,24 @@ def _draw_pictures(run: SavedRun) -> list[dict[str, str]]:
 
     numbers = PackingNumbers.from_saved(run.values)
     losses = [entry for entry in run.log if "loss" in entry or "eval_loss" in entry]
-    panels: list[tuple[str, str, Callable[[Axes], None]]] = []
+    panels: list[tuple[str, str, Callable[[Axes], None]]] = []  # (name, caption, function that draws the picture)
     if losses:
-        draw_loss = partial(_draw_loss, entries=losses)
-        panels.append(("loss", "Loss by optimizer step, in nats per trained token", draw_loss))
+        draw = partial(_draw_loss, entries=losses)
+        panels.append(("loss", "Loss by optimizer step, in nats per trained token", draw))
     if numbers.lengths is not None:
-        of_lengths = partial(draw_lengths, report=numbers, histogram=numbers.lengths)
-        panels.append(("lengths", "Documents by length, before they are cut", of_lengths))
+        draw = partial(draw_lengths, report=numbers, histogram=numbers.lengths)
+        panels.append(("lengths", "Documents by length, before they are cut", draw))
     if numbers.sample is not None:
-        fills = partial(_draw_fills, counts=numbers.sample.fills)
-        panels.append(("fill", "Micro-batches of the first epoch by the share of their capacity that is filled", fills))
-        costs = partial(draw_costs, report=numbers, sample=numbers.sample)
-        panels.append(("waiting", "Modelled cost of the first micro-steps on each rank", costs))
+        draw = partial(_draw_fills, counts=numbers.sample.fills)
+        panels.append(("fill", "Micro-batches of the first epoch by the share of their capacity that is filled", draw))
+        draw = partial(draw_costs, report=numbers, sample=numbers.sample)
+        panels.append(("waiting", "Modelled cost of the first micro-steps on each rank", draw))
     pictures = []
-    for name, caption, draw in panels:
+    for name, caption, draw_panel in panels:
         figure = Figure(figsize=(9, 3), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        draw(axes)
+        draw_panel(axes)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
         pictures.append({"name": name, "caption": caption, "data": base64.b64encode(png_bytes(figure)).decode()})

@@ -96,7 +96,7 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
 
     widest = max(pack.capacity for pack in sample.packs)
     for y, pack in enumerate(sample.packs):
-        start = 0  # first row of the document
+        start = 0  # row of the pack with which the document begins
         for number, document in enumerate(pack.documents):
             length = document.num_rows
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
@@ -142,7 +142,7 @@ def _packs_title(report: PackingNumbers) -> str:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
     shared = "" if report.shared_prefixes is None else " without sharing"
-    # If a step has fewer packs than micro-batches, its packs are divided between all of them.
+    # If a step has fewer packs than micro-batches, planning divides its packs between all of them.
     num_micro_batches = report.num_steps * report.accumulation * report.world_size
     divided = ""
     if report.shared is None and num_micro_batches > report.num_packs:
@@ -159,16 +159,16 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
-    def num_blocks(pack: ShownPack) -> float:
-        """Return the number of equally long documents with the same sum and the same sum of squares of lengths."""
+    def num_visible_blocks(pack: ShownPack) -> float:
+        """Return the number of equally long documents that have as many tokens, and fill as much of the mask."""
         lengths = np.array([document.num_tokens for document in pack.documents], dtype=float)
         return lengths.sum() ** 2 / (lengths**2).sum()
 
-    pack = min(sample.packs, key=lambda pack: abs(np.log(num_blocks(pack) / NUM_MASK_BLOCKS)))
-    paths = row_paths(pack)
-    starts = [path[-1][0] for path in paths]  # first own row of each document
-    total = paths[-1][-1][1]
-    for number, (*shared_rows, (start, end)) in enumerate(paths):
+    pack = min(sample.packs, key=lambda pack: abs(np.log(num_visible_blocks(pack) / NUM_MASK_BLOCKS)))
+    seen_ranges = ranges_of_seen_rows(pack)
+    starts = [own_rows[0] for *_, own_rows in seen_ranges]
+    total = seen_ranges[-1][-1][1]  # rows of the pack
+    for number, (*shared_rows, (start, end)) in enumerate(seen_ranges):
         hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
         for first, stop in shared_rows:
             block = [(first, start), (stop, start), (stop, end), (first, end)]
@@ -177,37 +177,40 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
         axes.hlines(start, 0, start, color=GREY, linewidth=0.6, linestyle=":")
         if end - start > total / 14:
             _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=number)
-    lengths = np.array([sum(end - first for first, end in path) for path in paths], dtype=float)
+    # The last row of a document of n rows sees n rows, so all of them see n (n + 1) / 2. Shared rows are queries of the
+    # document before.
+    lengths = np.array([sum(end - first for first, end in ranges) for ranges in seen_ranges], dtype=float)
     shared = lengths - [document.num_rows for document in pack.documents]
     seen_share = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
-    far_starts = [start for previous, start in itertools.pairwise(starts) if start - previous > total / 18]
-    labelled = [starts[0], *far_starts]
+    # Ticks need some distance from the start of the document before.
+    distant_starts = [start for previous, start in itertools.pairwise(starts) if start - previous > total / 18]
+    ticks = [starts[0], *distant_starts]
     axes.set(xlim=(0, total), ylim=(total, 0), xlabel="key (token seen)", ylabel="query, ticks: document starts")
-    axes.set_yticks(labelled, [f"{start:,}" for start in labelled], fontsize=8)
+    axes.set_yticks(ticks, [f"{start:,}" for start in ticks], fontsize=8)
     axes.set_aspect("equal", adjustable="box")
     axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.xaxis.set_major_formatter(TICK_FORMAT)
     axes.set_title(f"attention in {pack.place}:\n{seen_share:.0%} of the causal triangle", loc="left", fontsize=11)
 
 
-def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
+def ranges_of_seen_rows(pack: ShownPack) -> list[list[tuple[int, int]]]:
     """Return for each document the rows of the pack that it sees, as ranges (first, one behind the last).
 
     A document sees the rows that it shares with the document before it, and then its own rows, which are the last
     range.
     """
-    paths: list[list[tuple[int, int]]] = []
+    seen_ranges: list[list[tuple[int, int]]] = []
     start = 0
     for document in pack.documents:
-        num_remaining = document.shared
-        path = []
-        for first, end in paths[-1] if num_remaining else ():
+        num_remaining = document.shared  # shared rows that are not in a range yet
+        shared_ranges = []
+        for first, end in seen_ranges[-1] if num_remaining else ():
             if num_remaining > 0:
-                path.append((first, min(end, first + num_remaining)))
+                shared_ranges.append((first, min(end, first + num_remaining)))
                 num_remaining -= end - first
-        paths.append([*path, (start, start + document.num_rows)])
+        seen_ranges.append([*shared_ranges, (start, start + document.num_rows)])
         start += document.num_rows
-    return paths
+    return seen_ranges
 
 
 def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogram) -> None:
@@ -216,16 +219,16 @@ def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogra
 
     edges = np.array(histogram.edges)
     counts = np.array(histogram.counts)
-    first_over = report.max_length + 1
+    first_over = report.max_length + 1  # shortest length that is too long
     # A bin that `max_length` cuts is drawn as two bars, both as high as the bin.
     if edges[0] < first_over < edges[-1] and first_over not in edges:
         cut = int(np.searchsorted(edges, first_over))
         edges = np.insert(edges, cut, first_over)
         counts = np.insert(counts, cut, counts[cut - 1])
-    is_over = edges[:-1] >= first_over
+    is_too_long = edges[:-1] >= first_over
     style: dict[str, Any] = {"align": "edge", "alpha": 0.75, "edgecolor": "white", "linewidth": 0.5}
-    for mask, hatch, color in ((~is_over, None, BLUE), (is_over, "xxx", RED)):
-        axes.bar(edges[:-1][mask], counts[mask], np.diff(edges)[mask], color=color, hatch=hatch, **style)
+    for is_drawn, hatch, color in ((~is_too_long, None, BLUE), (is_too_long, "xxx", RED)):
+        axes.bar(edges[:-1][is_drawn], counts[is_drawn], np.diff(edges)[is_drawn], color=color, hatch=hatch, **style)
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
     num_shortened = report.num_cut - report.num_dropped
     note = f"max_length {report.max_length:,}\ncut or split: {num_shortened:,}\ndropped: {report.num_dropped:,}"
@@ -242,7 +245,7 @@ def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogra
         bbox=TEXT_BOX,
         **side,
     )
-    limits = (0.7, 6 * counts.max())  # with space for the note
+    limits = (0.7, 6 * counts.max())  # with a bar for a single document, and with space for the note
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel="length in tokens", ylabel="documents")
     # Both axes have ticks in one notation, and about as many on a narrow range as on a wide one.
     for axis in (axes.xaxis, axes.yaxis):

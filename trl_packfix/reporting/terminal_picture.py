@@ -8,9 +8,12 @@ import numpy as np
 from rich.text import Text
 
 from .numbers import PackingNumbers
-from .packs import STYLES, ShownPack
+from .packs import STYLES, ShownDocument, ShownPack
 
-TRAINED, UNTRAINED, EMPTY, WAITING = "#-.:"
+TRAINED = "#"
+UNTRAINED = "-"
+EMPTY = "."
+WAITING = ":"
 LEGEND = f"A document begins with its number; {TRAINED} trained, {UNTRAINED} not trained, {EMPTY} empty"
 MIN_WIDTH = 20  # characters of the widest bar on a narrow terminal
 NUM_LENGTHS = 12  # rows of the histogram
@@ -37,8 +40,9 @@ def draw_plan(report: PackingNumbers, width: int) -> Text:
         text.append(f" {pack.cu_seq_lens[-1] / pack.capacity:>4.0%}\n")
 
     text.append("\nlengths in tokens, and number of documents\n", "bold")
-    edges, counts = report.lengths.edges, report.lengths.counts
-    step = -(-len(counts) // NUM_LENGTHS)
+    edges = report.lengths.edges
+    counts = report.lengths.counts
+    step = -(-len(counts) // NUM_LENGTHS)  # bins of the histogram that are merged to one row
     merged = [sum(counts[i : i + step]) for i in range(0, len(counts), step)]
     first_lengths = edges[:-1:step]
     last_lengths = [*first_lengths[1:], edges[-1]]
@@ -50,34 +54,36 @@ def draw_plan(report: PackingNumbers, width: int) -> Text:
 
     if report.world_size > 1:
         text.append(f"\ncost of each rank by micro-step, {WAITING} waits for the slowest\n", "bold")
-        for place, costs in enumerate(report.sample.costs):
-            bars = (round(MIN_WIDTH * cost / max(costs)) for cost in costs[:NUM_LENGTHS])
-            text.append(f"{place:>3}  " + " ".join(f"{TRAINED * n}{WAITING * (MIN_WIDTH - n)}" for n in bars) + "\n")
+        for micro_step, costs in enumerate(report.sample.costs):
+            bar_lengths = (round(MIN_WIDTH * cost / max(costs)) for cost in costs[:NUM_LENGTHS])
+            bars = " ".join(f"{TRAINED * n}{WAITING * (MIN_WIDTH - n)}" for n in bar_lengths)
+            text.append(f"{micro_step:>3}  {bars}\n")
     return text
 
 
 def _strip(pack: ShownPack, width: int) -> Text:
-    """Return a pack as `width` characters, each of which stands for the token in its middle."""
-    kinds = np.concatenate([_kinds(number, pack) for number in range(len(pack.documents))])
+    """Return a pack as `width` characters, each of which stands for the row in its middle."""
+    is_trained = np.concatenate([_is_trained(document) for document in pack.documents])  # of each row of the pack
     numbers = np.repeat(np.arange(len(pack.documents)), [document.num_rows for document in pack.documents])
-    places = ((np.arange(width) + 0.5) * pack.capacity / width).astype(int)
+    rows = ((np.arange(width) + 0.5) * pack.capacity / width).astype(int)
     strip = Text()
     previous = -1
-    for place in places.tolist():
-        if place >= len(kinds):
+    for row in rows.tolist():
+        if row >= len(is_trained):
             strip.append(EMPTY)
             continue
-        number = int(numbers[place])
-        character = str(number % 10) if number != previous else TRAINED if kinds[place] else UNTRAINED
+        number = int(numbers[row])
+        character = TRAINED if is_trained[row] else UNTRAINED
+        if number != previous:  # the first character of the document
+            character = str(number % 10)
         strip.append(character, STYLES[number % len(STYLES)])
         previous = number
     return strip
 
 
-def _kinds(number: int, pack: ShownPack) -> np.ndarray:
+def _is_trained(document: ShownDocument) -> np.ndarray:
     """Return whether each row of a document is trained, shape (rows,)."""
-    document = pack.documents[number]
-    kinds = np.zeros(document.num_rows, dtype=bool)
+    is_trained = np.zeros(document.num_rows, dtype=bool)
     for trained, first, end in document.own_spans:
-        kinds[first:end] = trained
-    return kinds
+        is_trained[first:end] = trained
+    return is_trained

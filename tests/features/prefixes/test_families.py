@@ -39,7 +39,7 @@ from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting.build import make_report
-from trl_packfix.reporting.pictures import row_paths
+from trl_packfix.reporting.pictures import ranges_of_seen_rows
 from trl_packfix.training.table_source import continue_planner, settings_of, step_hash
 
 pytestmark = pytest.mark.slow
@@ -549,7 +549,7 @@ def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
         assert each.cu_seq_lens[-1] == sum(document.num_rows for document in each.documents)
     pack = found.sample.packs[0]
     assert pack.cu_seq_lens[-1] < 0.8 * sum(each.num_tokens for each in pack.documents)
-    for document, path in zip(pack.documents, row_paths(pack), strict=True):
+    for document, path in zip(pack.documents, ranges_of_seen_rows(pack), strict=True):
         rows = np.concatenate([np.arange(first, end) for first, end in path])
         assert len(rows) == document.shared + document.num_rows
         assert (np.diff(rows) > 0).all()
