@@ -32,8 +32,8 @@ FIELDS = {"share_prefixes": FeatureField("prefixes", off="off", regrouping=("fam
 class Feature:
     """A feature with its settings of a run; this class is a run without any.
 
-    `make_units`, `make_collator`, `make_probe_class` and `report_part` are made for images, too, which have units of
-    other costs, rows with pixels, a probe with images, and a part of the report. The other hooks have one user.
+    `make_units`, `make_collator`, `make_probe_class` and `report_section` are made for images, too, which have units of
+    other costs, rows with pixels, a probe with images, and a section of the report. The other hooks have one user.
     """
 
     is_on = False
@@ -91,13 +91,13 @@ class Feature:
 
     # Hooks of the report
 
-    def report_part(self, planner: Any) -> Any:
+    def report_section(self, planner: Any) -> Any:
         """Return what the feature does in the first epoch, without reading a token; None if it does nothing."""
         return None
 
     def estimate(self, planner: Any, reader: Any) -> Any:
         """Return the same for `trl-packfix plan`, which may read tokens, also for a feature that is off."""
-        return self.report_part(planner)
+        return self.report_section(planner)
 
 
 PLAIN = Feature()

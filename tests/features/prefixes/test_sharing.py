@@ -34,7 +34,7 @@ def test_a_run_without_a_feature_changes_nothing(feature):
     assert feature.make_probe_class(Probe) is Probe
     assert feature.make_units("units", None) == "units"
     assert feature.sort_tokens(None, None) is None
-    assert feature.report_part(None) is None
+    assert feature.report_section(None) is None
     assert feature.copied_bytes == 0
     assert not feature.is_on
     assert not feature.regroups

@@ -5,10 +5,10 @@ Documents that begin with the same tokens can compute the rows of their common b
 unit, a *family*, so they are in one pack. With "off" they compute all rows. A saving is given as the share of tokens,
 or FLOPs, that is still computed: rows computed / tokens of the documents.
 
-`PrefixSharing.report_part` calls `planned_savings` for every report. It reads no token: with "family", the order of the
-documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts the
-tokens of some packs (for "pack") and of some *stretches*, documents that follow each other in the table (for "family").
-With images, it processes the images of a few packs. In training, the log has what was really computed.
+`PrefixSharing.report_section` calls `planned_savings` for every report. It reads no token: with "family", the order of
+the documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts
+the tokens of some packs (for "pack") and of some *stretches*, documents that follow each other in the table (for
+"family"). With images, it processes the images of a few packs. In training, the log has what was really computed.
 """
 
 from dataclasses import dataclass, replace

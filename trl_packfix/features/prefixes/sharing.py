@@ -106,7 +106,7 @@ class PrefixSharing(Feature):
             )
         logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
 
-    def report_part(self, planner: Any) -> Any:
+    def report_section(self, planner: Any) -> Any:
         if not self.is_on:
             return None
         from .savings import planned_savings
