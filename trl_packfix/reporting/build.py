@@ -40,8 +40,8 @@ def make_report(
     Args:
         planner: the planner of the table.
         reader: the reader of its rows.
-        unpacked_counts_first: whether TRL's unpacked loss of this model also counts the first label of each row in its
-            divisor.
+        unpacked_counts_first: whether the loss of the unpacked run is divided by the number of trained tokens and first
+            tokens. TRL counts the first token of a row for some models, although no token before predicts it.
         with_packs: whether the report has the first packs, which `plot` draws.
     """
     packing = planner.packing
@@ -49,13 +49,15 @@ def make_report(
     lengths = documents.lengths
     schedule = planner.schedule(0)
     units = planner.units()
-    plan = planner.first_plan
+    plan = planner.first_plan  # None for a strategy that keeps the steps of the unpacked run
+    # The schedule is made of documents. Costs are known for units.
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
-    unit_schedule = replace(schedule, order=order, offsets=offsets)  # costs are costs of units
+    unit_schedule = replace(schedule, order=order, offsets=offsets)
     shared = SharedPacks.of_table(planner, unit_schedule)
     # Ranks that share packs wait for each other in every layer.
     synchronisation = packing.synchronisation if shared is None else "micro"
-    packed_rows = reader.seq_lengths()  # of a table that was packed before
+    packed_rows = reader.seq_lengths()  # None, except for a table that was packed before
+    uncut_lengths = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
     costs = rank_costs(unit_schedule, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
@@ -85,12 +87,12 @@ def make_report(
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(unit_schedule, units.costs(), synchronisation),
-        prefixes=packing.feature.report_part(planner),
+        prefixes=packing.feature.report_section(planner),
         shared=shared,
         images=ImageNumbers.of_table(planner),
         ledger=documents.ledger,
         newer_libraries=libraries_newer_than_tested(),
-        lengths=LengthHistogram.from_lengths(reader.lengths if packed_rows is None else packed_rows[1]),
+        lengths=LengthHistogram.from_lengths(uncut_lengths),
         sample=sample,
     )
 
@@ -130,10 +132,16 @@ def make_stream_report(
 
 
 def _count_fills(schedule: Schedule, units: Units, planner: EpochPlanner) -> list[int]:
-    """Return the number of micro-batches in each of `NUM_FILLS` equal ranges of fill, from empty to full."""
-    capacities = planner.packing.parallel.tokens_per_rank * schedule.degrees[:, None]
-    fills = schedule.slot_sums(units.rows)[:, ::1] / capacities
-    is_first_of_group = np.arange(schedule.world_size) % schedule.degrees[:, None] == 0  # the others have its pack
+    """Count the micro-batches in each of `NUM_FILLS` equal ranges of fill, from empty to full.
+
+    Args:
+        schedule: the schedule of units.
+        units: the units.
+        planner: the planner that made both.
+    """
+    degrees = schedule.degrees[:, None]  # number of ranks that share each pack
+    fills = schedule.slot_sums(units.rows) / (planner.packing.parallel.tokens_per_rank * degrees)
+    is_first_of_group = np.arange(schedule.world_size) % degrees == 0  # the slot of this rank has the pack
     bins = (NUM_FILLS * fills[is_first_of_group]).astype(int).clip(max=NUM_FILLS - 1)
     return np.bincount(bins, minlength=NUM_FILLS).tolist()
 

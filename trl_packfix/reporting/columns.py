@@ -15,7 +15,7 @@ from ..data.documents import DocumentCounts
 
 @dataclass(frozen=True)
 class Column:
-    """A number that is read from a report, or from a row of any other table of the command line.
+    """A number that is read from a report. Other tables of the command line use columns for objects of their own.
 
     A column with a heading is shown in the tables of `plan`, except where no row has a value. A column with a metric
     goes to loggers.
@@ -47,7 +47,7 @@ KEY_COLUMNS = (
     Column("strategy", "strategy", text=""),
     Column("ranks", "world_size"),
 )
-# Legends and meanings of the columns below
+# Legends and meanings of some of the columns below
 FILLED_LEGEND = "tokens / room in the packs"
 PADDED_LEGEND = "the same without packing"
 LOST_MEANING = "trained tokens that are cut, dropped or not reached"
@@ -69,6 +69,7 @@ COLUMNS = (
     Column("", "lower_bound", metric="lower_bound", unit="packs", meaning="fewest that any plan needs"),
     Column("filled", "efficiency", ".1%", "efficiency", FILLED_LEGEND, meaning="tokens / (packs x capacity)"),
     Column("padded", "padding_efficiency", ".1%", "padding_efficiency", PADDED_LEGEND),
+    # The steps of a stream are not steps of an epoch
     Column(
         "steps", lambda r: r.num_rows and r.num_steps, metric="steps_per_epoch", unit="steps", meaning=STEPS_MEANING
     ),
@@ -85,6 +86,7 @@ COLUMNS = (
         "families/step", "shared_prefixes.families_per_step", ",.1f", "families_per_step", FAMILIES_LEGEND, "families"
     ),
     Column("images/pack", "images.per_pack", ".1f", "images_per_pack", unit="images", meaning="mean"),
+    # Shown only for datasets with images, which cannot be cut
     Column(
         "too long",
         lambda r: r.images and r.ledger.dropped.get("overlong", DocumentCounts()).documents,

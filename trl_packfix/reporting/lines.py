@@ -82,8 +82,8 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
         f"{steps} of about {report.documents_per_step:,.1f} documents (accumulation "
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {unpacked_steps}",
     )
-    step_documents = report.num_documents, documents, report.groups.step_size_settings
-    yield from _section_line("common prefixes", report.prefixes, *step_documents)
+    step_size_settings = report.groups.step_size_settings
+    yield from _section_line("common prefixes", report.prefixes, report.num_documents, documents, step_size_settings)
     yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
         yield (
@@ -96,9 +96,10 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
 
 
 def _unpacked_text(report: PackingNumbers) -> str:
-    """Return what to set instead of the settings of the unpacked run, because a packed step has more documents.
+    """Return the advice how to change the settings of an unpacked run, because a packed step has more documents.
 
-    The learning rate is scaled by the square root of the ratio, as is usual for Adam.
+    The learning rate is scaled by the square root of the ratio of documents, as is usual for Adam. Documents that begin
+    alike and are packed together count as one *independent* document there.
     """
     if STRATEGIES[report.strategy].keeps_unpacked_steps:
         steps = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
@@ -157,7 +158,7 @@ def _model_lines(report: PackingNumbers) -> Lines:
             result = "passed"
         elif isolation.error is not None:
             result = "NOT POSSIBLE"
-        else:
+        else:  # documents are isolated, but a gradient or another value is wrong; or a document changes another one
             result = "WRONG" if isolation.isolated else "LEAK"
         text = f"{result}: {isolation.summary()}"
         if isolation.passed and isolation.unreachable:

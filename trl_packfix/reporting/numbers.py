@@ -14,7 +14,7 @@ from ..data.documents import Ledger
 from ..planning.strategies import Strategy
 from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
-from .feature_part import FeaturePart
+from .feature_section import FeatureSection
 from .packs import ShownPack
 from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 
@@ -27,7 +27,7 @@ MAX_LOST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class PlanSample:
-    """Packs and costs from the beginning of the first epoch."""
+    """Packs and costs from the beginning of the first epoch, which pictures show."""
 
     packs: list[ShownPack]  # without their tokens
     costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps, on each rank
@@ -36,7 +36,7 @@ class PlanSample:
 
 @dataclass(frozen=True)
 class PackingNumbers:
-    """What packing did with the training set. `PackingReport` in `report.py` explains the fields."""
+    """What packing did with the training set. `PackingReport` (`report.py`) explains the fields; None is not known."""
 
     strategy: Strategy
     overlong: str
@@ -64,7 +64,7 @@ class PackingNumbers:
     unpacked_loss: float = 1.0
     imbalance: float | None = None
     shared: SharedPacks | None = None
-    prefixes: FeaturePart | None = None
+    prefixes: FeatureSection | None = None
     images: ImageNumbers | None = None
     turns: PerTurnCounts | None = None
     trained: TrainedSummary | None = None
@@ -87,14 +87,14 @@ class PackingNumbers:
         Args:
             values: the values that `PackingReport.save` has written.
         """
-        plain = (bool, int, float, str)
-        numbers: dict[str, Any] = {
-            each.name: values[each.name] for each in fields(cls) if isinstance(values.get(each.name), plain)
-        }
+        names = [report_field.name for report_field in fields(cls)]
+        # `num_packs` and `efficiency` may be None in the file, and have no default.
+        numbers: dict[str, Any] = {"num_packs": None, "efficiency": None}
+        numbers |= {name: values[name] for name in names if isinstance(values.get(name), (bool, int, float, str))}
         lengths = values["lengths"]
         sample = None if values["costs"] is None else PlanSample([], values["costs"], values["fills"])
         return cls(
-            **{"num_packs": None, "efficiency": None} | numbers,  # fields without a default that may be unknown
+            **numbers,
             ledger=Ledger.from_dict(values["ledger"]),
             lengths=lengths and LengthHistogram(**lengths),
             sample=sample,
@@ -102,12 +102,12 @@ class PackingNumbers:
 
     @property
     def groups(self) -> SharedPacks | OwnPacks:
-        """What the report says of the ranks that hold a pack."""
+        """The section on ranks: how they share packs, or that each has packs of its own."""
         return self.shared or OwnPacks(self.capacity, self.batch_size)
 
     @property
-    def shared_prefixes(self) -> FeaturePart | None:
-        """What shared prefixes save; None if the run shares none."""
+    def shared_prefixes(self) -> FeatureSection | None:
+        """The section on shared prefixes; None if the run does not share prefixes."""
         return self.prefixes if self.prefixes is not None and self.prefixes.is_used else None
 
     @property
@@ -148,7 +148,7 @@ class PackingNumbers:
 
 
 def finite(value: object) -> Any:
-    """Return `value` with None for infinity and NaN, which JSON does not have, also inside dictionaries and lists.
+    """Replace infinity and NaN, which JSON does not have, by None, also inside dictionaries and lists.
 
     >>> finite({"max_change": float("inf"), "leaks": [0.5]})
     {'max_change': None, 'leaks': [0.5]}

@@ -37,7 +37,7 @@ FILE_WIDTH = 100  # characters of a line, if the output is no terminal
 class PackingReport(PackingNumbers):
     """What packing did with the training set. It is made once, before the first step.
 
-    Units are documents, packs and tokens.
+    Counts are numbers of documents, packs or tokens.
 
     - `efficiency`: tokens / (packs x capacity).
     - `padding_efficiency`: tokens / (tokens and padding) of unpacked batches of the same batch size.
@@ -140,8 +140,8 @@ def metrics(report: PackingReport) -> dict[str, float]:
     Before training, all counts of a stream are 0, which means that they are not known.
     """
     values = {column.metric: column.value(report) for column in COLUMNS if column.metric}
-    unknown = (None,) if report.num_documents else (None, 0)
-    return {f"packing/{name}": value for name, value in values.items() if value not in unknown}
+    unknown_values = (None,) if report.num_documents else (None, 0)
+    return {f"packing/{name}": value for name, value in values.items() if value not in unknown_values}
 
 
 def is_on_hub(name: str) -> bool:
@@ -171,8 +171,8 @@ def complete_card(
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
         before, heading, after = text.partition("### Framework versions")
-        summary = [row for row in summarise(report.saved_values(), log) if row[0] != "model"]
-        rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in summary)
+        summary = summarise(report.saved_values(), log)
+        rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in summary if label != "model")
         proved = ", which was tested on this model before its first step: see `isolation`"
         text = (
             f"{before}## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no "

@@ -1,8 +1,8 @@
 """Sections of a report: ranks that share packs, images, and lengths. Each section counts itself and has its lines.
 
 `build.py` makes the sections from the planner of a table or from a stream, and `PackingReport` (`report.py`) holds
-them. `lines.py` asks each section for its lines. A section that a run does not have is None; only the ranks have a
-substitute, `OwnPacks`, which has the same attributes and methods as `SharedPacks`.
+them. `lines.py` asks each section for its lines. A section that a run does not have is None. For ranks there are two
+sections with the same attributes and methods: `SharedPacks` if ranks share packs, else `OwnPacks`.
 
 With sequence parallelism, several ranks share a pack, and each of them holds a *part* of it; the number of these ranks
 is the *degree*, chosen for each *micro-step* (the micro-batches of the same number on all ranks).
@@ -39,12 +39,14 @@ class OwnPacks:
     capacity: int
     batch_size: int
 
+    # As in `SharedPacks`
     smallest_degree = 1
     exchange_share = 0.0
     exchange_text = ""
-    # What to set instead of another learning rate and other numbers of steps, as the end of a sentence
+    # A packed step has more documents, so the report advises another learning rate. This ends the advice with a setting
+    # that does not need it; "" if there is none.
     alternative_text = '; or packing_strategy="minibatch"'
-    step_size_settings = "gradient_accumulation_steps or per_device_train_batch_size"  # a larger value enlarges steps
+    step_size_settings = "gradient_accumulation_steps or per_device_train_batch_size"  # they give a step more documents
 
     def capacity_text(self, max_length: int) -> str:
         """Return how many tokens a micro-batch may have."""
@@ -69,7 +71,7 @@ class OwnPacks:
         Args:
             world_size: number of ranks.
             imbalance: imbalance of the first epoch.
-            image_imbalances: imbalances of the vision tower and of the language model, to stand behind it; "" for none.
+            image_imbalances: end of the line, about the vision tower and the language model; "" without images.
         """
         if world_size > 1:
             yield "imbalance", f"{imbalance:.3f} modelled (1 is perfect){image_imbalances}"
@@ -85,7 +87,8 @@ class SharedPacks:
     exchange_share: float | None = None  # time of the exchange between ranks / whole time, modelled; None for a stream
     largest_part: int | None = None  # most tokens of a pack on one rank in the epoch; None for a stream
 
-    alternative_text = ""  # `minibatch` plans by documents, so ranks cannot share its packs
+    # As in `OwnPacks`. The strategy `minibatch` is no alternative here: it makes packs for single ranks.
+    alternative_text = ""
     step_size_settings = "gradient_accumulation_steps"
 
     @classmethod
@@ -174,8 +177,9 @@ class SharedPacks:
 class ImageNumbers:
     """The images of the documents: in the first epoch of a table, or in the packs of a stream so far.
 
-    Ranks are balanced by the cost of the vision tower and the language model together, so each of the two alone is less
-    even. Costs are modelled.
+    Planning gives ranks even sums of the costs of the vision tower and of the language model. So the costs of one of
+    the two models may be uneven. The *imbalance* of a model is modelled time / modelled time if ranks never waited, if
+    only this model took time.
     """
 
     num_images: int
@@ -189,7 +193,7 @@ class ImageNumbers:
 
     @classmethod
     def of_table(cls, planner: EpochPlanner) -> "ImageNumbers | None":
-        """Count the first epoch of a table; None for rows without images."""
+        """Count the images in the first epoch of a table; None for rows without images."""
         counts = planner.documents.image_count
         if counts is None:
             return None
@@ -216,7 +220,7 @@ class ImageNumbers:
     @classmethod
     def of_stream(cls, stream: "PackedStream", counts: "StreamCounts") -> "ImageNumbers | None":
         """Make the section from the counts of a stream so far; None for rows without images."""
-        if stream.rows.process is None:
+        if stream.rows.process is None:  # no processor of images
             return None
         flops = counts.tower_flops + counts.language_flops
         return cls(
@@ -230,7 +234,7 @@ class ImageNumbers:
 
     @property
     def imbalances_text(self) -> str:
-        """The imbalances of the two models alone, to stand behind their common one; "" if they are not known."""
+        """The imbalances of the two models, as the end of a line on the common imbalance; "" if they are not known."""
         if self.tower_imbalance is None:
             return ""
         tower = f"of the vision tower alone {self.tower_imbalance:.3f}"
@@ -268,7 +272,7 @@ class LengthHistogram:
 
     @classmethod
     def from_lengths(cls, lengths: Int64Array) -> "LengthHistogram":
-        """Count documents by length, without empty ones. It takes 8 bytes of memory per token of the longest document.
+        """Count documents by length, without empty ones. This takes 8 bytes of memory per token of the longest one.
 
         Args:
             lengths: tokens of each document, of which at least one is not empty.
@@ -276,8 +280,8 @@ class LengthHistogram:
         per_length = np.bincount(lengths)
         per_length[0] = 0
         num_up_to = np.cumsum(per_length)  # documents of at most so many tokens
-        ranks = np.ceil(np.array([0, 0.5, 0.99]) * num_up_to[-1]).clip(min=1)
-        shortest, median, p99 = np.searchsorted(num_up_to, ranks).tolist()
+        places = np.ceil(np.array([0, 0.5, 0.99]) * num_up_to[-1]).clip(min=1)  # in the sorted lengths, from 1
+        shortest, median, p99 = np.searchsorted(num_up_to, places).tolist()
         longest = len(per_length) - 1
         edges = np.unique(np.rint(np.geomspace(shortest, longest + 1, NUM_BINS + 1)).astype(np.int64))
         counts = np.add.reduceat(per_length, edges[:-1])
