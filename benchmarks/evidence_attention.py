@@ -199,7 +199,7 @@ def prefixes(machine: Machine) -> Rows:
 
     def on_shared(most_keys: int) -> Attend:
         def attend(*tensors: Tensor) -> Tensor:
-            pack = PackedForward(*bounds, *longest, **shared.attention())
+            pack = PackedForward(*bounds, *longest, **shared.attention_fields())
             with mock.patch.object(runs, "most_copied_keys", lambda *tensors: most_keys):
                 return attend_pack_on_cuda(*tensors, pack, scale=scale)
 

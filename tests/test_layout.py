@@ -62,7 +62,12 @@ def test_a_row_is_a_document():
     targets = layout.targets(torch.tensor([[True, True, True], [False, False, False], [False, True, False]]))
     assert targets.trained.tolist() == [3, 0, 1]
     sizes = layout.sizes(targets.trained)
-    assert (sizes.tokens, sizes.computed, sizes.lengths.tolist(), sizes.saved.tolist()) == (9, 9, [4, 0, 3], [0] * 3)
+    assert (sizes.tokens, sizes.computed_rows, sizes.lengths.tolist(), sizes.shared_tokens.tolist()) == (
+        9,
+        9,
+        [4, 0, 3],
+        [0] * 3,
+    )
     assert layout.row_counts(targets.trained).tolist() == [[True] * 4, [False] * 4, [True] * 4]
 
 
@@ -87,7 +92,7 @@ def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
         assert pairs == [(tokens[i - 1], labels[i]) for i in range(1, len(tokens)) if labels[i] != IGNORE_INDEX]
     assert targets.trained.tolist() == [len(pairs) for pairs in found]
     assert layout.document_count == len(documents)
-    labels = layout.labels(batch)
+    labels = layout.batch_to_count(batch)
     counted = labels["shift_labels"] if "shift_labels" in labels else labels["labels"][:, 1:]
     assert (counted != IGNORE_INDEX).sum() == sum(map(len, found))
 
@@ -97,13 +102,13 @@ def test_rows_that_predict_a_document_hold_its_tokens(kind):
     documents = turns([8, 3, 8, 5], prompt=0)
     batch = COLLATORS[kind]()(documents)
     for i, document in enumerate(documents):
-        rows = layout_of(batch).predicting(i)
+        rows = layout_of(batch).predicting_rows(i)
         assert batch["input_ids"][0][rows].tolist() == document["input_ids"][:-1]
 
 
 def test_only_packs_are_cut():
     with pytest.raises(TypeError, match="UnpackedLayout is not the layout of a pack"):
-        layout_of({"labels": torch.zeros(2, 3)}).cut(slice(0, 2), torch.ones(1, 4))
+        layout_of({"labels": torch.zeros(2, 3)}).cut_to_part(slice(0, 2), torch.ones(1, 4))
 
 
 # Parts are the whole
@@ -126,13 +131,13 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
         targets = part[LAYOUT_KEY].targets(part["labels"][:, 1:] != IGNORE_INDEX)
         assert torch.equal(targets.trained, expected.trained)  # of the whole pack
         found += pairs_of(targets, part["shift_labels"])
-        labels = part[LAYOUT_KEY].labels(part)["shift_labels"]
+        labels = part[LAYOUT_KEY].batch_to_count(part)["shift_labels"]
         assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, part["shift_labels"]))
     assert sorted(found) == sorted(wanted)
     counts = torch.cat([part[LAYOUT_KEY].row_counts(expected.trained) for part in parts], dim=1)
     assert torch.equal(counts, whole.row_counts(expected.trained))
     sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT_KEY].sizes(expected.trained) for part in parts]
-    assert sum(each.computed for each in of_parts) == sizes.computed
+    assert sum(each.computed_rows for each in of_parts) == sizes.computed_rows
     assert all(each.tokens == sizes.tokens and torch.equal(each.lengths, sizes.lengths) for each in of_parts)
     assert [part[LAYOUT_KEY].group.is_leader for part in parts] == [True] + [False] * (degree - 1)
     assert {part[LAYOUT_KEY].shares_rows for part in parts} == {whole.shares_rows}
@@ -230,7 +235,7 @@ def test_questions_compile_to_one_graph(batch):
     def ask(values, layout):
         targets = layout.targets(values > 0)
         total = targets.select(values).sum() + layout.row_counts(targets.trained).sum()
-        return total + sum(value.sum() for value in layout.attention().values() if isinstance(value, Tensor))
+        return total + sum(value.sum() for value in layout.attention_fields().values() if isinstance(value, Tensor))
 
     torch._dynamo.reset()
     values = torch.rand(batch["input_ids"].shape)

@@ -1,24 +1,30 @@
-"""Say which document each row of a batch belongs to: the `Layout` of a batch answers all questions about documents.
+"""Say which document each token of a batch belongs to: the `Layout` of a batch answers all questions about documents.
 
-The collators make batches. The loss, its weights, the metrics, attention and the checks call `layout_of(batch)` and its
-methods, so that none of them depends on which feature made the batch:
+The collators (`data/`) make batches. The loss, its weights, the metrics, attention and the checks call
+`layout_of(batch)` and the methods of the layout. So none of them depends on the feature that made the batch:
 
-    layout              batch                                                   stored in the batch as
-    UnpackedLayout      unpacked: each row of the batch is a document           nothing, it is a view of the tokens
-    PackedLayout        a pack: documents one after the other                   nothing, it is a view of the boundaries
-    SharedRowsLayout    a pack in which documents share rows                    `batch["layout"]`
+    layout              batch                                        where the layout comes from
+    UnpackedLayout      padded: each line of (B, S) is a document    made by `layout_of` from the tokens
+    PackedLayout        a pack: documents one after the other        made by `layout_of` from the boundaries
+    SharedRowsLayout    a pack in which documents share rows         stored as `batch["layout"]`
 
-Because a view has no entry in the batch, other training loops and other attention see a plain packed batch. The guard
-on the model (`attention/forwards.py`) removes an entry before the model runs. accelerate's loaders move an entry to the
-device and pin it, as they do with tensors, because it has `to` and `pin_memory`.
+A batch without the entry `"layout"` is a plain packed batch for other training loops and for other attention. A hook on
+the model (`PackedForwardGuard` in `attention/forwards.py`) removes the entry before the model runs. Loaders of
+accelerate move and pin the entry like a tensor, because a layout has the methods `to` and `pin_memory`.
 
-Words: a *pack* is one row of T tokens with several documents. Its tokens are called its *rows*, as they are the rows of
-the matrix of states, (T, hidden). With `share_prefixes` (`features/prefixes`) the rows of a common beginning
-belong to several documents, and the rows that a document adds to the documents before it are its *run*. The *part* of a
-rank is the rows that it has of a pack that several ranks share (`data/rank_share.py`); every part has an entry in its
-batch. A *trained token* is one whose label is not -100, and a *target* is a pair of a document and a trained token.
+Words:
 
-B rows of an unpacked batch, T tokens of a pack, N documents (padding counts as one), s ranks that share a pack.
+    pack           the documents that pass through the model together, end to end in one sequence of T tokens
+    row            one of the T places of a pack, as in the matrix of hidden states, (T, hidden). With `share_prefixes`
+                   (`features/prefixes`) a common beginning of documents has its rows once, for all of them
+    run            the rows at the end of a document that belong to no document before it in the pack
+    part           the rows of a pack that one rank holds, where s ranks share the pack (`data/rank_share.py`). The
+                   batch of a part always has the entry `"layout"`
+    trained token  a token whose label is not -100
+    target         a trained token of one document. Documents that share the token have one target each
+
+Shapes: B documents of S tokens in a padded batch; T tokens and N documents in a pack, where padding counts as one
+document.
 """
 
 from abc import ABC, abstractmethod
@@ -34,32 +40,35 @@ from .group import ALONE, Group
 from .planning.arrays import IGNORE_INDEX as IGNORE_INDEX
 from .planning.arrays import TEXT_KEYS as TEXT_KEYS
 
-LAYOUT_KEY = "layout"  # name of the entry of a batch
+LAYOUT_KEY = "layout"  # key of a stored layout in its batch
 
 
 class ComparedContent(NamedTuple):
-    """The content of a document by which shared rows are found. An image is shared as a whole or not at all."""
+    """The content of a document that collators compare to find rows that documents share.
+
+    An image is shared as a whole or not at all.
+    """
 
     tokens: npt.NDArray[Any]  # numbers below 2**32 - 1, one for each token; equal numbers are equal content
     images: Sequence[tuple[int, int]] = ()  # first token of each image, and the token after its last
 
 
 Compare = Callable[[Sequence[dict[str, Any]]], list[ComparedContent]]
-"""Gives what is compared of each of some documents."""
+"""A function that returns the content to compare of each document that it gets."""
 
 
 @dataclass(frozen=True)
 class Targets:
     """The targets of a batch: the trained tokens of each document, and the rows that predict them.
 
-    The loss, its weights, the metrics and the sources are sums over targets. So none of them depends on which rows
-    documents share.
+    The loss, its weights and the metrics, also those of each data source, are sums over targets. So none of them
+    depends on which rows documents share.
 
     Attributes:
-        documents: the document of each value that `select` returns.
+        documents: the document of each value that `select` returns, int64, in the shape of these values.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
-        positions: for each of the M targets the row that predicts it, (M,). None if each row predicts a token of one
-            document; values of rows whose token is not trained are then 0.
+        positions: for each of the M targets the row that predicts it, (M,). None if no row predicts tokens of several
+            documents. Then a value per row stands for its target, and is 0 at rows whose next token is not trained.
     """
 
     documents: Tensor
@@ -67,18 +76,27 @@ class Targets:
     positions: Tensor | None = None
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the values of the targets, (M,), from the values of all rows; all values if `positions` is None."""
+        """Return the values of the targets, (M,), from one value per row; return `values` if `positions` is None."""
         return values if self.positions is None else values.flatten()[self.positions]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed for a batch. `tokens`, `lengths` and `saved` are of the whole pack, also in a part."""
+    """How much is computed for a batch, to count tokens and FLOPs.
 
-    tokens: Tensor  # number of tokens of all trained documents, or of all documents of an unpacked batch, ()
-    computed: Tensor  # number of rows of trained documents that this rank computes, ()
-    lengths: Tensor  # tokens of each document, 0 if it has no trained token, (N,)
-    saved: Tensor  # tokens of each document that are computed for another document, which shares them, (N,)
+    In a part, `tokens`, `lengths` and `shared_tokens` describe the whole pack.
+
+    Attributes:
+        tokens: number of tokens of all documents with a trained token, (). In a padded batch it counts all documents.
+        computed_rows: number of rows that this rank computes for these documents, ().
+        lengths: tokens of each document, (N,); 0 for a document without a trained token.
+        shared_tokens: tokens of each document that are computed for another document, (N,); 0 where `lengths` is 0.
+    """
+
+    tokens: Tensor
+    computed_rows: Tensor
+    lengths: Tensor
+    shared_tokens: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,11 +104,12 @@ class Layout(ABC):
     """Base class of the three layouts: the questions that every layout answers.
 
     Attributes:
-        group: the s ranks that share the pack.
-        num_tokens: in a part T, the number of rows of the whole pack, a multiple of s; else 0.
-        checksum: in a part the checksum of tokens, labels and layout of the whole pack; else 0.
-        launches: calls of the attention kernel for this pack on CUDA, as `data/by_length.py` plans them.
-        is_packed: whether the batch is one row with document boundaries.
+        group: the s ranks that share the pack; a group of one rank if the batch is not a part.
+        num_tokens: T of the whole pack, a multiple of s, if the batch is a part; else 0.
+        checksum: a checksum of the whole pack, its tokens, labels and layout, if the batch is a part; else 0.
+        launches: the launches of the flash kernel for this pack on CUDA, planned by `data/by_length.py`, each as (first
+            document, last document + 1, first token, last token + 1, tokens of the longest document). (): one launch.
+        is_packed: whether the batch is a pack, with document boundaries, or a part of one.
         shares_rows: whether a row may belong to several documents.
     """
 
@@ -103,7 +122,7 @@ class Layout(ABC):
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether the router statistic must weigh rows, because some count several times, or not at all."""
+        """Whether the statistic of the router loss must weigh rows by `row_counts`, and sum over the ranks."""
         return self.shares_rows or not self.group.is_alone
 
     @property
@@ -113,20 +132,23 @@ class Layout(ABC):
 
     @abstractmethod
     def targets(self, mask: Tensor) -> Targets:
-        """Return the targets of this rank.
+        """Return the targets that the rows of this rank predict.
 
         Args:
-            mask: True at rows behind which the token is trained, (B, T - 1), or (1, T / s) in a part.
+            mask: whether the next token of each row is trained: (B, S - 1), (1, T - 1), or (1, T / s) in a part.
         """
 
     @abstractmethod
     def row_counts(self, trained: Tensor) -> Tensor:
-        """Return for how many documents each row of this rank counts in the router statistic, (B, rows).
+        """Return how many times each row of this rank counts in the statistic of the router loss.
 
-        It is 0 for padding, and for documents without a trained token.
+        A row counts once for each document with a trained token that it belongs to. So rows of padding count 0 times.
 
         Args:
             trained: number of trained tokens of each document, as in `Targets`.
+
+        Returns:
+            (B, S), (1, T), or (1, T / s) in a part.
         """
 
     @abstractmethod
@@ -138,35 +160,35 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def predicting(self, document: int) -> Tensor:
+    def predicting_rows(self, document: int) -> Tensor:
         """Return the rows that predict the tokens of a document, on the CPU.
 
-        The batch must be a whole pack in which every token is trained.
+        In every batch but a part, and if every token is trained. In a padded batch, rows are numbered over (B * S).
         """
 
-    def attention(self) -> dict[str, Any]:
-        """Return the fields of `PackedForward` that attention needs beside the boundaries."""
+    def attention_fields(self) -> dict[str, Any]:
+        """Return the fields of `PackedForward` that attention needs beside the boundaries, by name."""
         return {
             "launches": self.launches,
             "group": self.group,
             "part_tokens": self.num_tokens // self.group.size,
         }
 
-    def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch with one label per target of this rank, for code that counts labels, such as transformers."""
+    def batch_to_count(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch in which code that counts labels, such as transformers, counts the targets of this rank."""
         return batch
 
-    def cut(self, rows: slice, mask: Tensor) -> Self:
-        """Return the layout of some rows of this pack, for the rank that has them.
+    def cut_to_part(self, rows: slice, mask: Tensor) -> Self:
+        """Return the layout of the part that one rank holds of this pack.
 
         Args:
             rows: the rows of the rank.
-            mask: True at rows behind which the token is trained, (1, T).
+            mask: whether the next token of each row of the pack is trained, (1, T).
         """
         raise TypeError(f"{type(self).__name__} is not the layout of a pack.")
 
-    def content(self) -> tuple[Tensor, ...]:
-        """Return tensors that may differ between two packs with equal tokens, labels and boundaries, for a checksum."""
+    def checksum_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that a checksum of the pack must contain beside its tokens, labels and boundaries."""
         return ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -174,11 +196,11 @@ class Layout(ABC):
         return self._map_tensors(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return a copy in pinned memory. Loaders call it: the host waits for copies to a GPU from other memory."""
+        """Return a copy in pinned memory, from which a copy to a GPU does not make the host wait. Loaders call it."""
         return self._map_tensors(lambda value: value.pin_memory())
 
     def _map_tensors(self, move: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with every tensor moved, except tensors of fields that are marked to be on the host."""
+        """Return a copy with `move` applied to every tensor, except in fields whose metadata say "on_host"."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self) if "on_host" not in entry.metadata}
         moved: dict[str, Any] = {name: move(value) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **moved)
@@ -186,10 +208,15 @@ class Layout(ABC):
 
 @dataclass(frozen=True, eq=False)
 class UnpackedLayout(Layout):
-    """The layout of an unpacked batch: each of the B rows is a document."""
+    """The layout of a padded batch that is not packed: each of its B lines is a document.
 
-    tokens: Tensor  # any tensor with one entry per token, (B, T); its values are not read
-    attention_mask: Tensor | None  # 0 at padding, (B, T); None if there is no padding
+    Attributes:
+        tokens: any tensor with one entry per token, (B, S). Its values are not read.
+        attention_mask: 0 at padding, (B, S); None if there is no padding.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor | None
     is_packed = False
 
     @property
@@ -205,10 +232,11 @@ class UnpackedLayout(Layout):
 
     def sizes(self, trained: Tensor) -> Sizes:
         mask = torch.ones_like(self.tokens) if self.attention_mask is None else self.attention_mask
+        num_tokens = mask.sum()
         lengths = mask.sum(-1) * (trained > 0)
-        return Sizes(mask.sum(), mask.sum(), lengths, torch.zeros_like(lengths))
+        return Sizes(num_tokens, num_tokens, lengths, shared_tokens=torch.zeros_like(lengths))
 
-    def predicting(self, document: int) -> Tensor:
+    def predicting_rows(self, document: int) -> Tensor:
         length = self.tokens.shape[1]
         return torch.arange(document * length, (document + 1) * length - 1)
 
@@ -220,14 +248,14 @@ class PackedLayout(Layout):
     Attributes:
         cu_seq_lens: boundaries of the documents in the whole pack, (N + 1,).
         seq_idx: the document of each row, (1, rows).
-        following: in a part the document of the token after each row, which may be in the next part, (1, rows); None
-            in a whole pack.
+        next_documents: in a part the document of the token after each row, which may be in the next part, (1, rows);
+            None in a whole pack.
         trained: in a part the number of trained tokens of each document in all parts, (N,); None in a whole pack.
     """
 
     cu_seq_lens: Tensor
     seq_idx: Tensor
-    following: Tensor | None = None
+    next_documents: Tensor | None = None
     trained: Tensor | None = None
 
     @property
@@ -235,8 +263,8 @@ class PackedLayout(Layout):
         return len(self.cu_seq_lens) - 1
 
     def targets(self, mask: Tensor) -> Targets:
-        if self.following is not None and self.trained is not None:
-            return Targets(self.following, self.trained)
+        if self.next_documents is not None and self.trained is not None:
+            return Targets(self.next_documents, self.trained)
         documents = self.seq_idx[:, 1:].long()
         return Targets(documents, _count_trained(documents, self.document_count, mask))
 
@@ -245,40 +273,43 @@ class PackedLayout(Layout):
 
     def sizes(self, trained: Tensor) -> Sizes:
         lengths = self.cu_seq_lens.diff() * (trained > 0)
-        return Sizes(lengths.sum(), self.row_counts(trained).sum(), lengths, torch.zeros_like(lengths))
+        computed_rows = self.row_counts(trained).sum()
+        return Sizes(lengths.sum(), computed_rows, lengths, shared_tokens=torch.zeros_like(lengths))
 
-    def predicting(self, document: int) -> Tensor:
+    def predicting_rows(self, document: int) -> Tensor:
         start, stop = self.cu_seq_lens[document : document + 2].tolist()
         return torch.arange(start, stop - 1)
 
-    def cut(self, rows: slice, mask: Tensor) -> Self:
-        following = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
+    def cut_to_part(self, rows: slice, mask: Tensor) -> Self:
+        # Shift the documents before the cut. No token comes after the last row, so any document will do for it.
+        next_documents = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
         return replace(
             self,
             seq_idx=self.seq_idx[:, rows].contiguous(),
-            following=following[:, rows].contiguous(),
-            trained=_count_trained(following, self.document_count, mask),
+            next_documents=next_documents[:, rows].contiguous(),
+            trained=_count_trained(next_documents, self.document_count, mask),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRowsLayout(Layout):
-    """The layout of a pack, or of a part of it, in which N documents share some of R rows.
+    """The layout of a pack, or of a part of it, in which documents share rows, as `features/prefixes` makes it.
 
-    A document is named by its place in the batch that was collated, 0 to N - 1. Padding belongs to no document. All
-    tensors are int64. In a part, the targets and `num_documents` describe its own rows, and all other attributes
-    describe the whole pack.
+    A document is named by its place in the list that was collated, 0 to N - 1. Here padding is no document. All tensors
+    are int64. In a part, `target_rows`, `target_documents` and `num_documents` describe the rows of the part, and all
+    other attributes describe the whole pack.
 
     Attributes:
         kv_index: the rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],).
-        target_rows: for each of the M targets the row after the one that predicts it, (M,). In a whole pack, `labels`
-            has the target's label in this row.
+        target_rows: for each of the M targets, the row that predicts it, plus 1, (M,). In a whole pack this is the row
+            that has the label of the target in `labels`.
         target_documents: the document of each target, (M,).
-        num_documents: for each row, the number of documents with a trained token to which it belongs, (R,).
+        num_documents: for each row, the number of documents with a trained token to which it belongs, (T,), or (T / s,)
+            in a part.
         lengths: tokens of each document, (N,).
-        shared: rows that each document shares with the document that was sorted before it, (N,).
+        shared: tokens of each document that are not in its run, because documents before it have them, (N,).
         trained: number of trained tokens of each document, (N,).
-        run_lengths: numbers of rows and keys of each run, (runs, 2), on the host.
+        run_lengths: number of rows and number of keys of each run, (runs, 2), on the host.
     """
 
     kv_index: Tensor
@@ -304,20 +335,22 @@ class SharedRowsLayout(Layout):
     def sizes(self, trained: Tensor) -> Sizes:
         is_trained = trained > 0
         lengths = self.lengths * is_trained
-        return Sizes(lengths.sum(), (self.num_documents > 0).sum(), lengths, self.shared * is_trained)
+        computed_rows = (self.num_documents > 0).sum()
+        return Sizes(lengths.sum(), computed_rows, lengths, shared_tokens=self.shared * is_trained)
 
-    def attention(self) -> dict[str, Any]:
-        return super().attention() | {"kv_index": self.kv_index, "run_lengths": self.run_lengths}
+    def attention_fields(self) -> dict[str, Any]:
+        return super().attention_fields() | {"kv_index": self.kv_index, "run_lengths": self.run_lengths}
 
-    def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def batch_to_count(self, batch: dict[str, Any]) -> dict[str, Any]:
+        # Only the number of labels that are not -100 matters. Any tensor with one such entry per target has it.
         return {"labels": self.target_documents, "shift_labels": self.target_documents}
 
-    def predicting(self, document: int) -> Tensor:
+    def predicting_rows(self, document: int) -> Tensor:
         return (self.target_rows[self.target_documents == document] - 1).cpu()
 
-    def cut(self, rows: slice, mask: Tensor) -> Self:
-        predicting = self.target_rows - 1
-        is_in_part = (predicting >= rows.start) & (predicting < rows.stop)
+    def cut_to_part(self, rows: slice, mask: Tensor) -> Self:
+        predicting_rows = self.target_rows - 1
+        is_in_part = (predicting_rows >= rows.start) & (predicting_rows < rows.stop)
         return replace(
             self,
             target_rows=self.target_rows[is_in_part] - rows.start,
@@ -325,12 +358,12 @@ class SharedRowsLayout(Layout):
             num_documents=self.num_documents[rows].contiguous(),
         )
 
-    def content(self) -> tuple[Tensor, ...]:
+    def checksum_tensors(self) -> tuple[Tensor, ...]:
         return self.kv_index, self.target_rows, self.target_documents
 
 
 def layout_of(batch: dict[str, Any]) -> Layout:
-    """Return the layout of a batch: its entry if it has one, else a view of its boundaries or of its rows."""
+    """Return the layout of a batch: the stored one, or else one that is made from its boundaries or its tokens."""
     if LAYOUT_KEY in batch:
         return batch[LAYOUT_KEY]
     get: Callable[[str], Any] = batch.get
@@ -344,9 +377,9 @@ def _count_trained(documents: Tensor, num_documents: int, mask: Tensor) -> Tenso
     """Return the number of trained tokens of each document, (N,).
 
     Args:
-        documents: the document of the token after each row.
+        documents: the document of the next token of each row, int64.
         num_documents: N.
-        mask: True at rows behind which the token is trained.
+        mask: whether the next token of each row is trained, in the shape of `documents`.
     """
     # `bincount` would make the host wait for the GPU.
     counts = torch.zeros(num_documents, dtype=torch.long, device=documents.device)

@@ -44,11 +44,11 @@ def test_documents_come_by_length_with_their_values(small_classes):
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     assert lengths == sorted(LENGTHS, reverse=True)
     assert batch[WEIGHTS].tolist() == lengths
-    assert layout_of(batch).attention()["launches"] == (
+    assert layout_of(batch).attention_fields()["launches"] == (
         (0, 1, 0, 70, 70), (1, 3, 70, 123, 33), (3, 9, 123, 149, 8)
     )  # fmt: skip
     part = collator()(RankShare(documents(), Group(2, 1)))
-    assert part[LAYOUT_KEY].attention()["launches"][0] == (0, 1, 0, 70, 70)
+    assert part[LAYOUT_KEY].attention_fields()["launches"][0] == (0, 1, 0, 70, 70)
     assert part[LAYOUT_KEY].group.rank == 1
     moved = layout_of(batch).to("meta")
     assert moved.launches == layout_of(batch).launches
@@ -57,7 +57,7 @@ def test_documents_come_by_length_with_their_values(small_classes):
 
 def test_launches_hold_every_token_once_and_no_empty_document(small_classes):
     batch = collator(pad_to_multiple_of=200, pad_documents_to_multiple_of=16, max_length=70)(documents())
-    found = layout_of(batch).attention()["launches"]
+    found = layout_of(batch).attention_fields()["launches"]
     assert [start for _, _, start, _, _ in found] == [0, *(stop for _, _, _, stop, _ in found[:-1])]
     assert found[-1][3] == batch["input_ids"].shape[1] == 200
     assert found[-1][1] < 16

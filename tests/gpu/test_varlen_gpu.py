@@ -234,7 +234,7 @@ def shared_runs(device):
     batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
     shared = batch[LAYOUT_KEY].to(device)
     bounds = batch["cu_seq_lens_q"].to(device), batch["cu_seq_lens_k"].to(device)
-    return PackedForward(*bounds, batch["max_length_q"], batch["max_length_k"], **shared.attention())
+    return PackedForward(*bounds, batch["max_length_q"], batch["max_length_k"], **shared.attention_fields())
 
 
 @pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])

@@ -295,8 +295,8 @@ TRAINING: dict[str, Fault] = {
     "counted_by_all": lambda: mock.patch.object(Group, "is_leader", True),
     "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),
     # A row of which several documents train the next token counts as one trained token
-    "one_label_per_row": changed(SharedRowsLayout, "labels", lambda right, self, batch: batch),
-    "border_lost": changed(SharedRowsLayout, "cut", border_lost),
+    "one_label_per_row": changed(SharedRowsLayout, "batch_to_count", lambda right, self, batch: batch),
+    "border_lost": changed(SharedRowsLayout, "cut_to_part", border_lost),
     # The router statistic counts a row once, and not once for each of its documents
     "rows_once": changed(
         SharedRowsLayout, "row_counts", lambda right, self, trained: right(self, trained).clamp(max=1)

@@ -8,4 +8,4 @@ from trl_packfix.layout import LAYOUT_KEY
 
 def pack_of(batch: dict[str, Any]) -> PackedForward:
     """Return what attention reads of a batch whose documents share rows."""
-    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention())
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention_fields())

@@ -228,7 +228,7 @@ class PrefixJudge(Judge):
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
         """Add the gradients of the summed loss of `documents`, and return the logits, document after document."""
         layout = layout_of(batch)
-        rows = torch.cat([layout.predicting(i) for i in range(len(documents))])
+        rows = torch.cat([layout.predicting_rows(i) for i in range(len(documents))])
         logits = model(**batch).logits[0][rows]
         targets = torch.cat([ids[1:] for ids in documents])
         nn.functional.cross_entropy(logits, targets, reduction="sum").backward()

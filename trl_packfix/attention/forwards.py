@@ -296,7 +296,7 @@ def _check_packed_batch(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
-    running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention())
+    running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention_fields())
     attention = text_config(model)._attn_implementation
     if layout.shares_rows and attention != ATTENTION_NAME and has_attention(model):
         raise ValueError(

@@ -72,13 +72,13 @@ def cut_part(batch: dict[str, Any], group: Group, *, has_images: bool = False) -
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     checksum = 0
-    for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.content()):
+    for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.checksum_tensors()):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
     if "pixel_values" in batch:
         checksum = zlib.crc32(batch["pixel_values"].flatten()[::SAMPLING_STEP].contiguous().numpy().data, checksum)
     names = ("labels",) if has_images else PER_TOKEN
     part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
-    part_layout = layout.cut(rows, shifted != IGNORE_INDEX)
+    part_layout = layout.cut_to_part(rows, shifted != IGNORE_INDEX)
     part[LAYOUT_KEY] = replace(part_layout, group=group, num_tokens=num_tokens, checksum=checksum)
     return batch | part

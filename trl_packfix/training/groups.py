@@ -80,7 +80,7 @@ def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
         return torch.tensor([layout.group.size, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
     tensors = [batch[name] for name in COMPARED_KEYS if name in batch]
-    tensors += layout.content()
+    tensors += layout.checksum_tensors()
     for tensor in tensors:
         values = tensor.flatten().long()
         odd_numbers = 2 * torch.arange(len(values), device=values.device) + 1

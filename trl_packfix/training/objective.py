@@ -277,7 +277,7 @@ class Objective(TrainerPart):
             weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
             weight = torch.stack(weights).sum()
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
-        return count([layout_of(batch).labels(batch) for batch in batch_samples])
+        return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
 
     # Auxiliary terms
 
@@ -336,7 +336,7 @@ class Objective(TrainerPart):
         num_trained, tokens, documents, micro_batches, flops = (value * layout.group.is_leader for value in once)
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
-        counts = [num_trained, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any(), flops]
+        counts = [num_trained, tokens, sizes.computed_rows, rows, documents, micro_batches, (trained > 0).any(), flops]
         self.totals.add(self.totals.OF_BATCHES, counts)
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
@@ -346,7 +346,8 @@ class Objective(TrainerPart):
         if costs is LLAMA_7B:
             return sizes.lengths.new_zeros(())
         computed, saved = (
-            training_flops(costs, tokens.to(dtype), self.trained_share).sum() for tokens in (sizes.lengths, sizes.saved)
+            training_flops(costs, tokens.to(dtype), self.trained_share).sum()
+            for tokens in (sizes.lengths, sizes.shared_tokens)
         )
         images = sequence_sizes(inputs).to(dtype)
         return computed - saved + 3 * costs.tower(images, images**2).sum()

@@ -319,7 +319,7 @@ def test_deep_branches_need_few_calls(num_turns):
     documents = turns_of(num_turns, torch.Generator().manual_seed(0))
     batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
     layout = layout_of(batch)
-    own = [layout.predicting(i) for i in range(num_turns)]
+    own = [layout.predicting_rows(i) for i in range(num_turns)]
     table = torch.randn(128, 14, dtype=torch.float64)  # by token, so that rows of shared tokens have the same values
     calls = []
 
@@ -340,7 +340,7 @@ def test_deep_branches_need_few_calls(num_turns):
         alone = torch.cat([run(running(len(ids)), ids)[:-1] for ids in documents])
         expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]
         calls.clear()
-        pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention())
+        pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention_fields())
         out = run(pack, batch["input_ids"][0])[torch.cat(own)]
         found = torch.autograd.grad((out * weights).sum(), leaf)[0]
     levels = prefixes.levels_of(pack)[0]

@@ -73,7 +73,7 @@ def test_every_document_has_its_own_images(found, multiple):
     shown = images_of_rows(examples, batch["input_ids"][0], batch.get("pixel_values"))
     for i, document in enumerate(documents):
         ids = torch.as_tensor(document["input_ids"])
-        rows = layout.predicting(i)
+        rows = layout.predicting_rows(i)
         assert torch.equal(batch["input_ids"][0, rows], ids[:-1])
         assert [shown[row] for row in rows] == images_of_rows(examples, ids, document.get("pixel_values"))[:-1]
     for i, first, before, num in collate.rows.collate(documents)[1]:
@@ -114,8 +114,8 @@ def test_an_image_for_the_tower_alone_counts_nothing():
         for batch in (added, collate(texts))
     )
     assert found.tokens == wanted.tokens == 67
-    assert found.computed == wanted.computed < 67
-    assert found.saved.sum() == wanted.saved.sum() > 0
+    assert found.computed_rows == wanted.computed_rows < 67
+    assert found.shared_tokens.sum() == wanted.shared_tokens.sum() > 0
 
 
 # The proof

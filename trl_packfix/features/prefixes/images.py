@@ -112,7 +112,7 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
         assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]
-        shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()
+        shared = layout_of(batch).sizes(torch.ones(len(pack))).shared_tokens.numpy()
         image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
         for run in runs:
             image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)

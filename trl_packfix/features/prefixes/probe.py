@@ -98,9 +98,9 @@ class PrefixProbe(Probe):
         """Return the number of rows of the pack, and the rows of each document from which a token is predicted."""
         batch = self._make_batch(documents)
         layout = layout_of(batch)
-        num_shared = layout.sizes(torch.ones(layout.document_count, device=self.device)).saved.tolist()
+        num_shared = layout.sizes(torch.ones(layout.document_count, device=self.device)).shared_tokens.tolist()
         targets = [
-            GradientRows(document, layout.predicting(i).to(self.device), num_shared[i])
+            GradientRows(document, layout.predicting_rows(i).to(self.device), num_shared[i])
             for i, document in enumerate(documents)
         ]
         return batch["input_ids"].shape[1], targets
