@@ -72,7 +72,7 @@ def test_the_kernels_of_packs_compute_everything_else(case, kernels):
 
 
 def test_tensors_with_offsets_beyond_32_bits_stay_on_the_kernels_of_packs(kernels, monkeypatch):
-    monkeypatch.setattr(dense, "MOST_NUMBERS", 4 * LENGTH * 16 - 1)
+    monkeypatch.setattr(dense, "MAX_ELEMENTS", 4 * LENGTH * 16 - 1)
     attend_pack_on_cuda(*states_of(), pack_of(LENGTH), scale=SCALE)
     assert len(kernels.forwards) == 1
 
@@ -115,7 +115,7 @@ def raising(*states):
 )
 def test_dense_attention_is_taken_if_it_is_faster_and_right(dense_takes, flash_takes, factor, expected, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(dense, "_seconds", lambda device: now[0])
+    monkeypatch.setattr(dense, "_time_when_finished", lambda device: now[0])
 
     def attend(seconds, scale):
         def timed(*states):

@@ -1,11 +1,13 @@
-"""Compute causal attention over a pack whose documents share prefixes, and plan the launches on CUDA of every pack.
+"""Compute causal attention of packs whose documents share prefixes, and, on CUDA, of all packs.
 
-`varlen.py` calls the two functions `attend_...` with the queries, keys and values of a pack. They prepare the calls of
-the kernels, which `flash.py` (CPU) and `kernels.py` (CUDA) run.
+`varlen.py` calls `attend_shared_on_cpu` or `attend_pack_on_cuda` with the queries, keys and values of a pack: several
+documents, end to end in T rows. These functions prepare the calls of the kernels, which `flash.py` (CPU) and
+`kernels.py` (CUDA) run. A call of the kernel on CUDA is a *launch*. It computes all documents of the pack, or some.
 
 Where documents begin alike, the pack has their common prefix once (`features/prefixes` builds such packs). The
 rows of a document behind its prefix are a *run*. A run attends to its prefix, and causally to itself. `kv_index` lists
-the rows of the keys of each run, run after run: first its prefix, then its own rows.
+the rows that are the keys of each run, run after run: first its prefix, then its own rows. In a pack without shared
+prefixes `kv_index` is None, and each run is a whole document.
 
     prefix A, documents A B and A C       rows     A B C
                                           runs     A B, C
@@ -16,15 +18,15 @@ the rows of the keys of each run, run after run: first its prefix, then its own 
     CUDA    FlashAttention-2 as built into torch, on the keys of all runs, copied end to end: one launch, or several
             launches that copy at most `COPIED_BYTES` each
 
-Only flash kernels can do this. Elsewhere documents are packed whole. The copies are not saved for backward. The
-gradients of a key are summed over all runs that read it, in at least fp32. With `torch.use_deterministic_algorithms`
-torch sums them in one order.
+Other kernels cannot look up shared keys, so their packs must have every document whole. The copies are not saved for
+backward. The gradients of a key are summed over all runs that read it, in at least fp32. With
+`torch.use_deterministic_algorithms` torch sums them in one order.
 
 With *chunks* of c tokens (Llama 4) a query attends only to keys of its own chunk. Chunks are counted from the first
 token of the document.
 
-Shapes as in `kernels.py`, for T rows: query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T,
-D_value).
+Shapes: T rows, H query heads, G key/value heads, D head dimension.
+    query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
 from collections.abc import Iterator
@@ -36,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dense import attend_dense, takes_dense
+from .dense import attend_dense, uses_dense
 from .flash import KernelOptions, RowsAndKeys, flash_on_cpu
 from .kernels import KernelLaunch, attend_on_cuda, only_if_shorter
 from .packed_forward import PackedForward, once_per_pack
@@ -48,40 +50,48 @@ COPIED_BYTES = 2**30
 
 @once_per_pack
 def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
-    """Return the runs of a pack, without the empty runs that pad its boundaries.
+    """Return the runs of a pack with shared prefixes. The keys of a run are a slice of `kv_index`.
 
-    Without `run_lengths` the host waits for the device.
+    Boundaries may end with empty runs, which keep the shape of `cu_seq_lens_q` equal in all packs. They are left out.
+    If the pack is on a device and has no `run_lengths`, the host waits for the device.
 
     Raises:
         ValueError: boundaries and `kv_index` contradict each other. This is checked on the CPU only.
     """
     assert pack.kv_index is not None
-    on_host = pack.kv_index.device.type == "cpu"
-    if on_host or pack.run_lengths is None:
+    on_cpu = pack.kv_index.device.type == "cpu"
+    if on_cpu or pack.run_lengths is None:
         q_bounds = pack.cu_seq_lens_q.cpu().numpy()
         k_bounds = pack.cu_seq_lens_k.cpu().numpy()
     else:
-        q_bounds, k_bounds = np.pad(pack.run_lengths.numpy().cumsum(axis=0), ((1, 0), (0, 0))).T
-    if on_host:
+        ends = pack.run_lengths.numpy().cumsum(axis=0)  # of rows and keys, (runs, 2)
+        q_bounds, k_bounds = np.pad(ends, ((1, 0), (0, 0))).T
+    if on_cpu:
         _check_kv_index(pack.kv_index.numpy(), q_bounds, k_bounds)
     spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
     return [RowsAndKeys(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
 
 
 def _check_kv_index(index: np.ndarray, q_bounds: np.ndarray, k_bounds: np.ndarray) -> None:
-    """Refuse a `kv_index` in which the keys of a run are anything else than earlier rows and then its own rows.
+    """Refuse a `kv_index` unless the keys of each run are rows before the run, and then the rows of the run.
 
     Args:
+        index: `kv_index`.
         q_bounds: where the rows of each run begin, (runs + 1,).
         k_bounds: where the keys of each run begin in `index`, (runs + 1,).
+
+    Raises:
+        ValueError: the keys of a run are other rows.
     """
     num_rows = np.diff(q_bounds)
     num_keys = np.diff(k_bounds)
-    is_valid = len(num_rows) == len(num_keys) and (num_rows >= 0).all() and (num_rows <= num_keys).all()
-    is_valid = is_valid and k_bounds[-1] == len(index)
+    bounds_match = len(num_rows) == len(num_keys) and k_bounds[-1] == len(index)
+    is_valid = bounds_match and (num_rows >= 0).all() and (num_rows <= num_keys).all()
     if is_valid:
-        first_row = np.repeat(q_bounds[:-1], num_keys)  # of the run of each key
-        is_own_row = np.arange(len(index)) >= np.repeat(k_bounds[1:] - num_rows, num_keys)
+        # For each key: the first row of its run, and whether the key is a row of the run
+        first_row = np.repeat(q_bounds[:-1], num_keys)
+        first_own_key = np.repeat(k_bounds[1:] - num_rows, num_keys)
+        is_own_row = np.arange(len(index)) >= first_own_key
         own_rows_are_in_order = (index[is_own_row] == np.arange(q_bounds[-1])).all()
         prefixes_are_earlier = (index[~is_own_row] < first_row[~is_own_row]).all() and index.min() >= 0
         is_valid = own_rows_are_in_order and prefixes_are_earlier
@@ -103,7 +113,7 @@ def attend_shared_on_cpu(
     chunk: int | None = None,
     **options: Unpack[KernelOptions],
 ) -> Tensor:
-    """Compute causal attention of each run to its keys on the CPU: (1, H, T, D_value).
+    """Compute causal attention of each run to its keys on the CPU, for packs with a `kv_index`: (1, H, T, D_value).
 
     Args:
         chunk: tokens of a chunk; None without chunks.
@@ -116,14 +126,15 @@ def attend_shared_on_cpu(
 
 def _cut_run_at_chunks(run: RowsAndKeys, chunk: int) -> Iterator[RowsAndKeys]:
     """Yield the rows of a run in each chunk of its document, with the keys in the chunk."""
+    # Tokens are counted in the document: the first `num_earlier` are the prefix. Chunks that end in it have no rows.
     num_earlier = run.num_earlier_keys
-    # Tokens are counted inside of the document. Chunks before the first row of the run have no rows.
-    for chunk_start in range(num_earlier // chunk * chunk, run.num_keys, chunk):
+    first_chunk_start = num_earlier // chunk * chunk
+    token_to_row = run.rows.start - num_earlier
+    for chunk_start in range(first_chunk_start, run.num_keys, chunk):
         chunk_stop = min(chunk_start + chunk, run.num_keys)
         first_token = max(chunk_start, num_earlier)
-        row_of_document = run.rows.start - num_earlier
         yield RowsAndKeys(
-            rows=slice(row_of_document + first_token, row_of_document + chunk_stop),
+            rows=slice(first_token + token_to_row, chunk_stop + token_to_row),
             keys=slice(run.keys.start + chunk_start, run.keys.start + chunk_stop),
         )
 
@@ -143,15 +154,17 @@ def attend_pack_on_cuda(
     Args:
         chunk: tokens of a chunk; None without chunks.
     """
-    launches = launches_of(pack, query.shape[2], most_copied_keys(query, key, value))
+    num_rows = query.shape[2]
+    launches = launches_of(pack, num_rows, most_copied_keys(query, key, value))
     window = only_if_shorter(options.get("window"), pack.max_length_k)
     scale = options["scale"]
     if chunk is None and window is None and options.get("sinks") is None:
-        on_flash = partial(_attend_one_document, scale=scale)
-        if takes_dense((query, key, value), pack, scale=scale, on_flash=on_flash):
+        # Plain causal attention. A pack that is one long document may run on another kernel.
+        attend_on_flash = partial(_attend_one_document, scale=scale)
+        if uses_dense((query, key, value), pack, scale=scale, attend_on_flash=attend_on_flash):
             return attend_dense(query, key, value, scale=scale)
     if chunk is not None:
-        launches = [_in_chunks(launch, query.shape[2], chunk) for launch in launches]
+        launches = [_in_chunks(launch, num_rows, chunk) for launch in launches]
     return attend_on_cuda(query, key, value, launches, **options)
 
 
@@ -159,7 +172,8 @@ def _attend_one_document(query: Tensor, key: Tensor, value: Tensor, scale: float
     """Compute causal attention of one document on the FlashAttention-2 kernels: (1, H, T, D_value)."""
     length = query.shape[2]
     bounds = torch.tensor([0, length], dtype=torch.int32, device=query.device)
-    launch = KernelLaunch((bounds, bounds), (length, length), slice(None), slice(None))
+    all_rows = slice(None)
+    launch = KernelLaunch((bounds, bounds), (length, length), all_rows, all_rows)
     return attend_on_cuda(query, key, value, [launch], scale=scale)
 
 
@@ -167,7 +181,7 @@ def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
     """Return how many keys may be copied for one launch, so that copies and gradients fit into `COPIED_BYTES`.
 
     Each key head is counted twice: for its copy and for its gradient. Where several query heads read one key head, the
-    kernel first computes a gradient per query head.
+    kernel first computes a gradient per query head, so the query heads are counted, too.
     """
     heads = 2 * key.shape[1] + (query.shape[1] if query.shape[1] > key.shape[1] else 0)
     bytes_per_number = 2  # half precision
@@ -179,8 +193,8 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
 
     Args:
         num_rows: rows of the pack, T.
-        most_keys: the most keys that one launch copies, where documents share prefixes. A run with more keys is a
-            launch by itself.
+        most_keys: the most keys that one launch copies, where documents share prefixes. A run with more keys gets a
+            launch by itself. Not read in other packs.
 
     Raises:
         ValueError: the boundaries describe more tokens or more documents than the pack has rows.
@@ -196,56 +210,65 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
         )
     if pack.launches:
         return _launches_by_length(pack)
+    all_rows = slice(None)
     if pack.kv_index is None:
-        return [KernelLaunch(bounds, longest, slice(None), slice(None))]
-    # torch.compile would need a graph for each number of launches, so in compiled code there is one launch.
-    if torch.compiler.is_compiling() or pack.run_lengths is None or len(pack.kv_index) <= most_keys:
-        return [KernelLaunch(bounds, longest, slice(None), pack.kv_index)]
+        return [KernelLaunch(bounds, longest, all_rows, all_rows)]
+    # To divide a pack the host must know the lengths of its runs. torch.compile would need a graph for each number of
+    # launches, so compiled code does not divide it.
+    can_be_divided = not torch.compiler.is_compiling() and pack.run_lengths is not None
+    if not can_be_divided or len(pack.kv_index) <= most_keys:
+        return [KernelLaunch(bounds, longest, all_rows, pack.kv_index)]
     return _launches_by_keys(pack, most_keys)
 
 
 @once_per_pack
 def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
-    """Return one launch for each group of documents of similar length, as `pack.launches` lists them."""
+    """Return the launches that `pack.launches` lists, each for neighbouring documents of similar length."""
     launches = []
     for first_document, stop_document, first_token, stop_token, longest in pack.launches:
         bounds = pack.cu_seq_lens_q[first_document : stop_document + 1] - first_token
-        tokens = slice(first_token, stop_token)
-        launches.append(KernelLaunch((bounds, bounds), (longest, longest), tokens, tokens))
+        rows = slice(first_token, stop_token)
+        launches.append(KernelLaunch((bounds, bounds), (longest, longest), rows, rows))
     return launches
 
 
 @once_per_pack
 def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]:
-    """Return launches of consecutive runs with at most `most_keys` keys each; a run with more is a launch by itself."""
+    """Return launches of consecutive runs, each with at most `most_keys` keys, or with one run that has more keys."""
     assert pack.kv_index is not None
     runs = runs_of(pack)
-    first_runs = [0]  # of each launch
+    launch_starts = [0]  # the first run of each launch
     for i, run in enumerate(runs):
-        num_keys = run.keys.stop - runs[first_runs[-1]].keys.start
-        if i > first_runs[-1] and num_keys > most_keys:
-            first_runs.append(i)
+        first_run = launch_starts[-1]
+        num_keys = run.keys.stop - runs[first_run].keys.start
+        if i > first_run and num_keys > most_keys:
+            launch_starts.append(i)
     launches = []
-    for first_run, stop_run in pairwise([*first_runs, len(runs)]):
-        group = runs[first_run:stop_run]
-        rows = slice(group[0].rows.start, group[-1].rows.stop)
-        keys = slice(group[0].keys.start, group[-1].keys.stop)
+    for first_run, stop_run in pairwise([*launch_starts, len(runs)]):
+        launch_runs = runs[first_run:stop_run]
+        rows = slice(launch_runs[0].rows.start, launch_runs[-1].rows.stop)
+        keys = slice(launch_runs[0].keys.start, launch_runs[-1].keys.stop)
         q_bounds = pack.cu_seq_lens_q[first_run : stop_run + 1] - rows.start
         k_bounds = pack.cu_seq_lens_k[first_run : stop_run + 1] - keys.start
-        max_lengths = max(run.num_rows for run in group), max(run.num_keys for run in group)
+        max_lengths = max(run.num_rows for run in launch_runs), max(run.num_keys for run in launch_runs)
         launches.append(KernelLaunch((q_bounds, k_bounds), max_lengths, rows, pack.kv_index[keys]))
     return launches
 
 
 def _in_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
-    """Cut the runs of a launch into pieces, one for each chunk of their documents; on the device, without waiting.
+    """Cut the runs of a launch into pieces, one for each chunk of their documents.
 
-    The keys that a run has before its first chunk become a piece without rows, so that the keys of all pieces still
-    follow each other. The number of pieces depends on the lengths, which the host does not read. So there are as many
-    as the shapes allow, and the last ones are empty.
+    It is done on the device, so that the host does not wait. The number of pieces depends on the lengths of the runs,
+    which the host does not read. So there are as many pieces as the shapes allow, and the last ones are empty.
+
+    The first piece of each run has no rows. Its keys are the keys of the prefix that are in chunks before the first
+    row of the run, which no row attends to. With this piece the keys of all pieces still follow each other.
 
     Args:
         num_rows: the most rows that the launch may have.
+
+    Returns:
+        The launch with the boundaries of the pieces instead of the runs.
 
     >>> launch = KernelLaunch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7), slice(None), slice(None))
     >>> [bounds.tolist() for bounds in _in_chunks(launch, 4, 2).cu_seq_lens]
@@ -253,20 +276,25 @@ def _in_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
     """
     q_bounds, k_bounds = (bounds.long() for bounds in launch.cu_seq_lens)
     num_runs = len(q_bounds) - 1
-    # Per run: its earlier keys, the chunk of its first row, its pieces, and the pieces up to its end
-    num_earlier = k_bounds.diff() - q_bounds.diff()
+    # 1. For each run: its keys before its rows, the chunk of its first row, and its pieces
+    num_keys = k_bounds.diff()
+    num_earlier = num_keys - q_bounds.diff()
     first_chunk = num_earlier // chunk
-    num_pieces = 1 + (k_bounds.diff() + chunk - 1) // chunk - first_chunk
-    piece_ends = num_pieces.cumsum(0)
-    # Per piece: its run, its number in the run, and its first key, counted in the document
+    num_chunks = (num_keys + chunk - 1) // chunk
+    num_pieces = 1 + num_chunks - first_chunk
+    piece_ends = num_pieces.cumsum(0)  # the pieces up to the end of the run
+    # 2. For each piece: its run, its number in the run, and its first key, counted in the document. A run of n rows has
+    # rows in at most n // chunk + 2 chunks, and one piece without rows. One more piece gives the end of the last one.
     index = torch.arange(num_rows // chunk + 3 * num_runs + 1, device=piece_ends.device)
     run = torch.searchsorted(piece_ends, index, right=True).clamp(max=num_runs - 1)
     piece = index - (piece_ends - num_pieces)[run]
     first_key = torch.where(piece > 0, (first_chunk[run] + piece - 1) * chunk, 0)
-    rows = q_bounds[run] + (first_key - num_earlier[run]).clamp(min=0)
+    # 3. Where the rows and the keys of each piece begin. Surplus pieces begin at the end.
+    first_row = q_bounds[run] + (first_key - num_earlier[run]).clamp(min=0)
     is_piece = index < piece_ends[-1]
-    rows = torch.where(is_piece, rows, q_bounds[-1]).to(torch.int32)
+    rows = torch.where(is_piece, first_row, q_bounds[-1]).to(torch.int32)
     keys = torch.where(is_piece, k_bounds[run] + first_key, k_bounds[-1]).to(torch.int32)
-    # A piece without rows may have more keys than a chunk.
-    most_keys = launch.max_lengths[1] if isinstance(launch.keys, Tensor) else chunk
+    # With shared prefixes, a piece without rows may have more keys than a chunk.
+    has_prefixes = isinstance(launch.keys, Tensor)
+    most_keys = launch.max_lengths[1] if has_prefixes else chunk
     return launch._replace(cu_seq_lens=(rows, keys), max_lengths=(min(chunk, launch.max_lengths[0]), most_keys))
