@@ -39,7 +39,7 @@ def test_a_row_holds_its_document_and_nothing_of_another_and_rows_are_joined_aga
     owners = owner.view([-1 if i == axis else 1 for i in range(packed.dim())]).expand_as(packed)
     rows = DocumentRows(lengths, CPU, budget)
     batches = []
-    for group in rows.groups:
+    for group in rows.padded_batches:
         values = group.split(packed, axes)
         whose = group.split(owners.contiguous(), axes)
         batches.append(values)
@@ -68,7 +68,7 @@ def test_a_mask_is_divided_into_blocks_and_padding_is_masked(axes):
     lengths = [3, 5, 1]
     num_tokens = sum(lengths)
     causal = torch.ones(num_tokens, num_tokens).tril().bool()[None, None]  # knows of no boundaries
-    (group,) = DocumentRows(lengths, CPU, math.inf).groups
+    (group,) = DocumentRows(lengths, CPU, math.inf).padded_batches
     rows = group.split(causal, axes)
     expected = torch.ones(5, 5).tril().bool()
     assert all(torch.equal(row[0], expected) for row in rows)
@@ -78,6 +78,6 @@ def test_a_mask_is_divided_into_blocks_and_padding_is_masked(axes):
 def test_what_all_rows_share_is_what_the_longest_document_sees():
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0])[None]  # the same for every row: (1, T)
     rows = DocumentRows([3, 5, 1], CPU, math.inf)
-    shared = rows.groups[0].split(positions, TensorAxes((1,), None))
+    shared = rows.padded_batches[0].split(positions, TensorAxes((1,), None))
     assert shared.tolist() == [[0, 1, 2, 3, 4]]
     assert torch.equal(rows.join([shared], TensorAxes((1,), None)), positions)

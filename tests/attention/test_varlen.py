@@ -477,9 +477,9 @@ def test_a_packed_call_refuses(change, message):
 
 def test_boundaries_on_a_device():
     with pytest.raises(ValueError, match=r"cu_seq_lens_q but not all of.*wait for the device.*Pass all four"):
-        _pack_of({"cu_seq_lens_q": BOUNDS}, None, T, is_flash=True)
+        _pack_of({"cu_seq_lens_q": BOUNDS}, None, T, stays_on_device=True)
     for source in (FROM_KWARGS, {"position_ids": POSITIONS}):
-        pack = _pack_of(source, None, T, is_flash=True)
+        pack = _pack_of(source, None, T, stays_on_device=True)
         assert torch.equal(pack.cu_seq_lens_q, BOUNDS)
         assert pack.cu_seq_lens_k.dtype == torch.int32
         assert (pack.max_length_q, pack.max_length_k) == (200, 200)
@@ -520,7 +520,7 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
     for own in ({"attention_mask": torch.ones(1, 5)}, {"use_vmap": True}):
         with pytest.raises(OwnMaskError, match=r"mask.*on a pack of 5 tokens.*would lose it.*Feed one") as raised:
             varlen_mask(1, 5, 5, **own, **common)
-        assert raised.value.is_boundary
+        assert raised.value.may_only_hide
         this_thread.packed_forwards[-1] = dataclasses.replace(running, ignores_masks=True)
         assert varlen_mask(1, 5, 5, **own, **common) is None
         this_thread.packed_forwards[-1] = running

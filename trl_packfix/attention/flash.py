@@ -10,10 +10,11 @@ added after the call.
 
 Words:
 
-    pack    the documents that pass through the model together, end to end in one row of T tokens
-    run     consecutive rows of the pack that belong to one document, together with the keys that they attend to: the
-            earlier tokens of the document, then the rows themselves. A run is a whole document, unless documents share
-            a prefix, which the pack then has once, and whose rows later runs look up in `kv_index`
+    pack    the documents that pass through the model together, end to end in one sequence of T tokens, its rows
+    run     consecutive rows of the pack that belong to one document. Usually a run is a whole document. But where
+            documents share a prefix, the pack has the prefix once, and a run is the rows of a document behind it
+    keys    a run attends to the earlier tokens of its document, and causally to itself. Where documents share
+            prefixes, `kv_index` lists the rows that are the keys of each run, run after run
     window  each query attends to the last w tokens only, itself included
     sink    one more logit per head in the softmax, without a value
 
@@ -135,15 +136,16 @@ def flash_on_cpu(
     scale = options["scale"]
     window = options.get("window")
 
-    @cache
+    @cache  # most tiles have the same sizes
     def additive_mask(num_queries: int, num_keys: int) -> Tensor:
+        """Return what is added to the logits of a tile: -inf for keys that a query does not attend to, else 0."""
         hidden = ~visible_keys(num_queries, num_keys, window, device=query.device)
         return query.new_zeros(num_queries, num_keys).masked_fill_(hidden, float("-inf"))
 
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    causal = CpuKernel(scale, True)
-    full = CpuKernel(scale, False)
+    causal = CpuKernel(scale, is_causal=True)
+    full = CpuKernel(scale, is_causal=False)
     calls = []
     for run in runs:
         first_row = run.rows.start
@@ -155,19 +157,23 @@ def flash_on_cpu(
             if num_earlier:
                 calls.append(FlashCall(run.rows, keys[:num_earlier], full, merges=True))
             continue
+        # `start` and `stop` count the rows of the run, `first_key` and `stop_key` its keys.
         for start, stop, first_key in query_tiles(run.num_rows, window, FLASH_TILE, num_earlier=num_earlier):
+            stop_key = num_earlier + stop
             if first_key >= num_earlier:
                 # All keys of the tile are rows of the run. A slice is cheaper than an index.
                 tile_keys = slice(first_row + first_key - num_earlier, first_row + stop)
             else:
-                tile_keys = keys[first_key : num_earlier + stop]
-            kernel = CpuKernel(scale, False, additive_mask(stop - start, num_earlier + stop - first_key))
+                tile_keys = keys[first_key:stop_key]
+            kernel = CpuKernel(scale, is_causal=False, mask=additive_mask(stop - start, stop_key - first_key))
             calls.append(FlashCall(slice(first_row + start, first_row + stop), tile_keys, kernel))
     return FlashAttention.apply(query, key, value, options.get("sinks"), FlashCalls(calls))[..., :value_dim]
 
 
 def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
     """Run `kernel` on CUDA, with heads padded to a size that it takes, and add `sinks`: (1, H, T, D_value).
+
+    Heads have at most `MAX_CUDA_HEAD_DIM` dimensions. `attend_by_document` in `kernels.py` computes larger heads.
 
     Raises:
         KernelError: the dtype is neither bfloat16 nor float16.
@@ -211,6 +217,7 @@ def query_tiles(length: int, window: int | None, size: int, *, num_earlier: int 
 
     Args:
         length: number of queries.
+        window: tokens that each query attends to; None for all tokens up to its own.
         num_earlier: number of keys before the position of the first query.
 
     Yields:
@@ -220,7 +227,9 @@ def query_tiles(length: int, window: int | None, size: int, *, num_earlier: int 
     [(0, 2, 0), (2, 4, 1), (4, 5, 3)]
     """
     for start in range(0, length, size):
-        yield start, min(start + size, length), 0 if window is None else max(0, num_earlier + start - window + 1)
+        stop = min(start + size, length)
+        first_key = 0 if window is None else max(0, num_earlier + start - window + 1)
+        yield start, stop, first_key
 
 
 @dataclass(frozen=True)
@@ -228,6 +237,8 @@ class CpuKernel:
     """torch's flash kernel on the CPU.
 
     Attributes:
+        scale: factor of the logits.
+        is_causal: whether query i attends to the keys up to i only. There are then as many keys as queries.
         mask: added to the logits, (queries, keys).
     """
 
@@ -236,15 +247,17 @@ class CpuKernel:
     mask: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        dropout = 0.0
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+            query, key, value, dropout, self.is_causal, attn_mask=self.mask, scale=self.scale
         )
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dropout = 0.0
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+            grad, query, key, value, out, lse, dropout, self.is_causal, attn_mask=self.mask, scale=self.scale
         )
 
 
@@ -254,6 +267,7 @@ class FlashCall(NamedTuple):
     Attributes:
         queries: the rows of the queries in the pack.
         keys: the rows of the keys in the pack.
+        kernel: the kernel that is called.
         merges: whether an earlier call had these queries with other keys, so that both outputs must be merged.
     """
 
@@ -265,13 +279,15 @@ class FlashCall(NamedTuple):
 
 @dataclass(frozen=True)
 class FlashCalls:
-    """A flash kernel that makes several calls of other kernels. Each query is in one call that does not merge.
+    """A flash kernel that makes several calls of other kernels and merges their outputs.
 
-    Outputs with equal queries are merged by their log-sum-exp. The output over all keys is the mean of the outputs over
-    parts of the keys, weighted by exp(log-sum-exp) of each part. In backward each call gets the merged output and the
-    merged log-sum-exp, so that the kernel computes the weights of its keys among all keys.
+    Each query is in exactly one call that does not merge, and maybe in later calls that do. Outputs with equal queries
+    are merged by their log-sum-exp. The output over all keys is the mean of the outputs over subsets of the keys,
+    weighted by exp(log-sum-exp) of each subset. In backward each call gets the merged output and the merged
+    log-sum-exp, so that the kernel computes the weights of its keys among all keys.
 
     Attributes:
+        calls: the calls, in the order in which they are made.
         shares_keys: whether several calls may read one key. The gradients of a key are then summed in fp32.
     """
 
@@ -280,13 +296,14 @@ class FlashCalls:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.calls) == 1:
-            # The call has all queries. Nothing is written in place, because torch 2.11 compiles a backward that reads
-            # outputs as they were before.
+            # The call has all queries, so its output is returned. Writing it into a tensor, as below, would be wrong in
+            # compiled code: with torch 2.11 the backward reads tensors as they were before they were written in place.
             queries, keys, kernel, _ = self.calls[0]
             return kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
         B, H, T, D = query.shape
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
         merged_dtype = sum_dtype if any(call.merges for call in self.calls) else query.dtype
+        # In memory tokens come before heads, as the output projection reads them.
         out = query.new_empty(B, T, H, D, dtype=merged_dtype).transpose(1, 2)
         lse = query.new_empty(B, H, T, dtype=sum_dtype)
         for queries, keys, kernel, merges in self.calls:
@@ -347,8 +364,11 @@ class CudaKernel:
     did not. And the backward of the function drops the gradient of the log-sum-exp, which sinks need.
 
     Attributes:
-        cu_seq_lens: where the queries and the keys of each document begin, int32, (N + 1,) each for N documents.
+        cu_seq_lens: where the queries and where the keys of each document begin, int32, (N + 1,) each for N documents.
         max_lengths: the most queries and the most keys of a document.
+        window: tokens that each query attends to; None for no limit.
+        scale: factor of the logits.
+        is_causal: whether the call is causal.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]
@@ -358,20 +378,22 @@ class CudaKernel:
     is_causal: bool = True
 
     def _call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what both operators get besides tensors: by position and by name."""
+        """Return what both operators get besides queries, keys and values: by position and by name."""
         # The kernel counts the keys to the left of a query, without the query's own; -1 is no limit.
         window_left = -1 if self.window is None else self.window - 1
         window_right = 0 if self.is_causal else -1
         dropout = 0.0
-        # With a window the two sizes alone make the call causal.
-        by_position = (*self.cu_seq_lens, *self.max_lengths, dropout, self.is_causal and self.window is None)
+        # With a window, `window_right = 0` makes the call causal, without the flag.
+        causal_flag = self.is_causal and self.window is None
+        by_position = (*self.cu_seq_lens, *self.max_lengths, dropout, causal_flag)
         by_name = {"scale": self.scale, "window_size_left": window_left, "window_size_right": window_right}
         return by_position, by_name
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         by_position, by_name = self._call_arguments()
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *by_position, False, **by_name)
+        returns_debug_mask = False
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *by_position, returns_debug_mask, **by_name)
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, not (H, T)"
         return out.transpose(0, 1)[None], lse[None]
 

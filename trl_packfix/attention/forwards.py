@@ -33,7 +33,7 @@ from .packed_forward import (
     BOUNDARIES,
     CACHE_NAMES,
     CU_SEQ_LENS,
-    FEED_A_PACK,
+    PACK_REMEDY,
     PackedForward,
     enter_packed_forward,
     leave_packed_forward,
@@ -276,7 +276,7 @@ def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     Otherwise transformers would derive them from `position_ids`, and the host would wait for the device.
     """
     running = running_forward()
-    if running is None or running.num_rows is not None or kwargs.get("cu_seq_lens_q") is not None:
+    if running is None or running.in_repaired_module or kwargs.get("cu_seq_lens_q") is not None:
         return None
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
 
@@ -312,7 +312,7 @@ def _check_packed_batch(
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ValueError(
                 f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
-                f"would use it instead of the boundaries, and documents would see each other. {FEED_A_PACK}"
+                f"would use it instead of the boundaries, and documents would see each other. {PACK_REMEDY}"
             )
     use_cache = kwargs.get("use_cache")
     if getattr(text_config(model), "use_cache", False) if use_cache is None else use_cache:
@@ -326,7 +326,7 @@ def _check_packed_batch(
     if tokens is not None and tokens.shape[0] != 1:
         raise ValueError(
             f"a packed batch came with {tokens.shape[0]} rows: the boundaries describe one row, and which one is "
-            f"unknown. {FEED_A_PACK}"
+            f"unknown. {PACK_REMEDY}"
         )
     # The boundaries are compared on the CPU only. On a GPU the host would wait for the comparison.
     cu_q = running.cu_seq_lens_q

@@ -1,4 +1,4 @@
-"""Compute causal attention over the N documents of a pack, laid end to end. Nothing here knows models.
+"""Compute causal attention over the N documents of a pack, laid end to end. No function here needs the model.
 
 `varlen.py` calls these functions with the queries, keys and values of a pack, and with the length of each document or
 the boundaries between documents. They choose and call the kernel:
@@ -46,7 +46,7 @@ from .flash import (
 from .rows import DocumentRows, TensorAxes
 
 MATH_TILE = 256  # queries per tile in plain torch, which is faster with fewer, larger matrix products
-AXES_OF_HEADS = TensorAxes((2,), 0)  # tokens and rows in a tensor (rows, heads, tokens, head dim)
+AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)  # of queries, keys and values: (rows, heads, tokens, head dim)
 
 
 class AttentionOptions(KernelOptions, total=False):
@@ -82,7 +82,7 @@ def attend_on_cpu(
 
 
 class KernelLaunch(NamedTuple):
-    """One launch of FlashAttention-2: some documents of a pack. A pack needs one launch or several.
+    """One launch of FlashAttention-2, for some documents of a pack, or for runs, where documents share prefixes.
 
     No field has a default, because torch 2.11 does not compile a slice as a default.
 
@@ -91,8 +91,8 @@ class KernelLaunch(NamedTuple):
             from the first query and the first key of the launch.
         max_lengths: the most queries and the most keys of a document.
         queries: the rows of the queries in the pack.
-        keys: the rows of the keys in the pack. A tensor of row numbers makes the launch copy these rows end to end.
-            Several launches may copy one row.
+        keys: the rows of the keys in the pack. With shared prefixes it is a tensor of row numbers, and the launch
+            copies these rows end to end. Several launches may copy one row.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]
@@ -117,9 +117,10 @@ def attend_on_cuda(
     scale = options["scale"]
     window = options.get("window")
     sinks = options.get("sinks")
+    # A launch whose documents all fit into the window runs without it, which is faster.
     calls = [
-        FlashCall(queries, keys, CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale))
-        for bounds, longest, queries, keys in launches
+        FlashCall(queries, keys, CudaKernel(bounds, max_lengths, only_if_shorter(window, max_lengths[1]), scale))
+        for bounds, max_lengths, queries, keys in launches
     ]
     copies_keys = isinstance(calls[0].keys, Tensor)
     is_whole_pack = len(calls) == 1 and not copies_keys
@@ -153,19 +154,20 @@ def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longe
     if value.data_ptr() == key.data_ptr():
         value = value.clone()  # the kernel refuses keys and values that are the same memory
     value_dim = value.shape[-1]
-    head_dim = max(320, -(-max(query.shape[-1], value.shape[-1]) // 64) * 64)
-    states = (x[0].transpose(0, 1) for x in pad_head_dim(head_dim, query, key, value))  # (T, H, D)
+    # The kernel takes multiples of 64 dimensions, from 320 on.
+    head_dim = max(320, -(-max(query.shape[-1], value_dim) // 64) * 64)
+    tensors = (x[0].transpose(0, 1) for x in pad_head_dim(head_dim, query, key, value))  # (T, H, D)
     kernel: Any = wide_kernel()
-    out = kernel(*states, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, enable_gqa=True)
+    out = kernel(*tensors, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, enable_gqa=True)
     return out.transpose(0, 1)[None, ..., :value_dim]
 
 
 def only_if_shorter(size: int | None, longest: int) -> int | None:
-    """Return the size of a window or of a chunk, or None where it limits nothing: no document is longer than it."""
+    """Return the size of a window or of a chunk if it is shorter than the longest document, else None: no limit."""
     return None if size is None or size >= longest else size
 
 
-# Not compiled: the number of groups depends on the lengths.
+# Not compiled: the number of batches depends on the lengths.
 @torch.compiler.disable
 def attend_by_document(
     query: Tensor,
@@ -181,30 +183,36 @@ def attend_by_document(
     would attend to padding, so with `is_causal=False` all documents of a batch have one length.
 
     Args:
-        lengths: tokens of each document; their sum is T.
+        lengths: tokens of each document; their sum is T. Zeros, as for windows of an image without tokens, are skipped.
+        is_causal: whether a token attends to the tokens up to itself only.
     """
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
-    rows = _document_rows(tuple(length for length in lengths if length), query.device, is_causal)
-    attend = _sdpa_rows if options.get("softcap") is None and options.get("sinks") is None else math_in_tiles
+    lengths_above_zero = tuple(length for length in lengths if length)
+    rows = _document_rows(lengths_above_zero, query.device, pads=is_causal)
+    has_sdpa_options = options.get("softcap") is None and options.get("sinks") is None
+    attend = _sdpa_rows if has_sdpa_options else math_in_tiles
     outs = []
-    for group in rows.groups:
-        q, k, v = (group.split(x, AXES_OF_HEADS) for x in (query, key, value))
+    for batch in rows.padded_batches:
+        q, k, v = (batch.split(x, AXES_OF_HEADS) for x in (query, key, value))
         outs.append(attend(q, k, v, is_causal=is_causal, **options))
     return rows.join(outs, AXES_OF_HEADS)[..., :value_dim]
 
 
-# All layers of a kind call this with equal arguments. A model has up to two kinds of layers, and so has a tower.
+# The layers of a model, and those of a vision tower, call this with up to two lists of lengths each.
 @lru_cache(maxsize=4)
 def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -> DocumentRows:
-    """Return the rows of documents in batches of at most T padded tokens, cached."""
+    """Return the documents as rows of batches of at most T padded tokens, cached.
+
+    `pads` is whether documents of different lengths may share a batch.
+    """
     return DocumentRows(list(lengths), device, sum(lengths), pads=pads)
 
 
 def _sdpa_rows(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """Compute attention of a batch of rows (B, heads, L, D) by F.scaled_dot_product_attention: (B, H, L, D_value)."""
+    """Compute attention within each row of a batch by F.scaled_dot_product_attention: (B, H, L, D_value)."""
     scale = options["scale"]
     dropout = options.get("dropout", 0.0)
     window = options.get("window")
@@ -239,8 +247,8 @@ def math_attention(
 
     Args:
         query, key, value: (B, H, queries, D), (B, G, keys, D) and (B, G, keys, D_value).
-        visible: which keys each query attends to, bool, or a bias that is added to the logits; (queries, keys) or (B, 1
-            or H, queries, keys). None: all keys.
+        visible: which keys each query attends to, bool, or a bias that is added to the logits. (queries, keys), or
+            (B, heads, queries, keys) with 1 or H heads. None: all keys.
         scale: factor of the logits.
         dropout: rate at which attention weights are dropped.
         softcap: the logits become softcap * tanh(logit / softcap).
@@ -277,7 +285,8 @@ def math_in_tiles(
     """Run `math_attention` on one tile of queries after the other: (B, H, queries, D_value).
 
     Args:
-        mask: the argument `visible` of `math_attention` for all queries; only without `is_causal`.
+        is_causal: whether a query attends to the keys up to its own only. There are then as many keys as queries.
+        mask: the argument `visible` of `math_attention` for all queries; read only if `is_causal` is False.
     """
     window = options.pop("window", None)
     draws_random_numbers = options.get("dropout", 0.0) > 0
@@ -289,7 +298,7 @@ def math_in_tiles(
         if is_causal:
             keys = slice(first_key, stop)
             visible = visible_keys(stop - start, stop - first_key, window, device=query.device)
-        elif mask is not None and mask.shape[-2] > 1:
+        elif mask is not None and mask.shape[-2] > 1:  # a mask with one row holds for all queries
             visible = mask[..., rows, :]
         # Each tile is computed again in backward. The saved attention weights of all tiles would take length x length.
         out = checkpoint(

@@ -8,13 +8,14 @@ pack (`once_per_pack`) and not in every layer.
 
 Words:
 
-    repaired module  a module that mixes tokens of different documents, and cannot be given boundaries. The repair runs
-                     it on batches with one document per row, padded on the right
-    part, degree     with sequence parallelism s neighbouring ranks share a pack, and each holds a part of its tokens.
-                     s is the degree
+    repaired module  a module that mixes tokens of different documents, and cannot be given boundaries. The repair
+                     (`isolation/repair.py`) runs it on batches of several rows, one document per row, padded on the
+                     right. Elsewhere a pack is a batch of one row
+    leak probe       the test of a model that finds such modules before training (`isolation/probe.py`)
+    part             with sequence parallelism several neighbouring ranks share a pack, and each holds a part of its
+                     tokens
     run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
-                     behind its prefix. A forward that "is running" is another thing: it was entered and not yet ended
-    row              a pack is a batch of one row. In a repaired module a batch has several rows, one for each document
+                     behind its prefix. (A forward that "is running" was entered and has not ended yet.)
 """
 
 import threading
@@ -36,21 +37,26 @@ from .rows import DocumentRows
 # The name of the attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash",
 # "sdpa" or "flex_attention", because transformers treats such names differently.
 ATTENTION_NAME = "packfix_varlen"
-# The entries of a packed batch that hold boundaries. position_ids hold them too, and are not in this list.
+# The entries of a packed batch that attention in transformers takes as boundaries, and all entries that hold
+# boundaries. Positions hold them, too, but `position_ids` are not among these names.
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
 # The argument of a model that holds the cache of generation: its name up to transformers 5.23, and its name from 5.24
 CACHE_NAMES = ("past_key_values", "cache")
 
 PackFunction = TypeVar("PackFunction", bound=Callable[..., Any])
-FEED_A_PACK = (
+# The end of messages about batches that are not right for a packed forward
+PACK_REMEDY = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
     "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
 )
 
 
 def once_per_pack(function: PackFunction) -> PackFunction:
-    """Cache the results of a function in the pack that is its first argument, by the function's other arguments."""
+    """Cache the results of a function in the pack that is its first argument, by the function's other arguments.
+
+    The key contains the name of the function, so the names of such functions differ, also between modules.
+    """
 
     @wraps(function)
     def cached_function(pack: "PackedForward", *args: Any) -> Any:
@@ -64,7 +70,7 @@ def once_per_pack(function: PackFunction) -> PackFunction:
 
 @dataclass(eq=False)
 class PackedForward:
-    """The boundaries of one packed forward; of the whole pack, where ranks share it.
+    """The boundaries of one packed forward. Where ranks share the pack, they describe the whole pack.
 
     Fields never change after construction, but the dataclass is not frozen. torch 2.11 would treat all fields of a
     frozen dataclass as constants of a graph, and would compile again for each new length of the longest document.
@@ -77,8 +83,8 @@ class PackedForward:
             `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. None elsewhere.
         ignores_masks: whether attention ignores masks that the model makes itself, because the leak probe found that
             they say no more than the boundaries.
-        group: the ranks that share the pack.
-        part_tokens: the tokens of the pack on each of them; 0 if no other rank shares the pack.
+        group: the ranks that share the pack; a group of one rank if the rank has the pack for itself.
+        part_tokens: the number of tokens that each of these ranks holds; 0 if the rank has the pack for itself.
         kv_index: if documents share prefixes, the positions in the pack of the keys of all runs, end to end
             (`features/prefixes`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs, and
             `cu_seq_lens_k` the boundaries of their keys. For example, a run at positions 0 to 3, and a run at
@@ -105,9 +111,17 @@ class PackedForward:
     mixers: ReplacedFunctions | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def in_repaired_module(self) -> bool:
+        """Whether this is the forward of a repaired module, on rows with one document each."""
+        return self.num_rows is not None
+
     @cached_property
     def bounds(self) -> list[int]:
-        """`cu_seq_lens_q` on the host, without empty documents at the end. The first access waits for the device."""
+        """`cu_seq_lens_q` as a list, without empty documents at the end. The first access waits for the device.
+
+        Collators may add empty documents, so that `cu_seq_lens_q` has the same shape in all packs.
+        """
         bounds = self.cu_seq_lens_q.tolist()
         while len(bounds) > 2 and bounds[-2] == bounds[-1]:
             bounds.pop()
@@ -120,11 +134,16 @@ class PackedForward:
 
     @property
     def num_tokens(self) -> int:
+        """T, from the boundaries."""
         return sum(self.lengths)
 
     @once_per_pack
     def document_rows(self, budget: float) -> DocumentRows:
-        """Group the documents into right-padded batches of at most `budget` padded tokens, one document per row."""
+        """Return the documents as rows of right-padded batches, one document per row.
+
+        Args:
+            budget: the most padded tokens of a batch; 0 for one document per batch, infinity for one batch.
+        """
         return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided_budget(budget))
 
     @once_per_pack
@@ -146,7 +165,7 @@ class PackedForward:
             )
         rows = self.document_rows(budget)
         forwards = []
-        for batch in rows.groups:
+        for batch in rows.padded_batches:
             num_rows = batch.num_rows
             longest = batch.longest
             bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
@@ -158,7 +177,7 @@ class ThreadState(threading.local):
     """The packed forwards that are running in this thread.
 
     Each thread has its own state, because one thread may evaluate, or train another model, while another thread trains.
-    The backward of CUDA tensors runs in a thread of torch. There, a checkpointed layer that is recomputed enters its
+    The backward of CUDA tensors runs in a thread of torch. A checkpointed layer that is recomputed there enters its
     packed forward again.
 
     Attributes:
@@ -178,7 +197,7 @@ this_thread = ThreadState()
 
 @contextmanager
 def all_in_one_batch() -> Iterator[None]:
-    """Within this context, put all documents that may share a padded batch into one batch, whatever the budget.
+    """Make `document_rows` put all documents into one batch within this context, unless the budget is 0.
 
     The leak probe uses this context, because in training documents of any two lengths may come into one batch.
     """
@@ -208,7 +227,7 @@ def running_pack() -> PackedForward | None:
     Inside of a repaired module the result is None, because there each row of the input is one document.
     """
     running = running_forward()
-    return None if running is None or running.num_rows is not None else running
+    return None if running is None or running.in_repaired_module else running
 
 
 def enter_packed_forward(running: PackedForward) -> None:

@@ -1,4 +1,4 @@
-"""Convert the documents of a pack to rows of right-padded batches, and back. No model is needed, only indices.
+"""Convert the documents of a pack to rows of right-padded batches, and back.
 
 A pack is one row of documents, end to end. Modules that cannot be given its boundaries run on rows instead, one
 document per row: the repair of leaking modules (`isolation/`), scans (`features/hybrids/`), and attention where no
@@ -6,8 +6,10 @@ flash kernel runs (`kernels.py`). In a causal module, padding at the end cannot 
 the result of its document alone.
 
 `DocumentRows` groups documents of similar length into batches. `PaddedBatch.split` converts a tensor of the pack to a
-tensor of a batch, and `DocumentRows.join` converts the results of all batches to a tensor of the pack. A shorter row is
-padded with its own last token, never with tokens of another document.
+tensor of a batch, and `DocumentRows.join` converts the results of all batches to a tensor of the pack. Both only move
+values by indices. A shorter row is padded with its own last token, never with tokens of another document.
+
+Shapes: T tokens of the pack; B rows of L tokens in a batch.
 """
 
 from dataclasses import dataclass
@@ -21,11 +23,13 @@ from torch import Tensor
 class TensorAxes(NamedTuple):
     """Which axes of a tensor index tokens, and which axis indexes the rows of a batch.
 
+    Hidden states (rows, tokens, hidden), for instance, have the token axis 1 and the batch axis 0.
+
     Attributes:
         tokens: the token axes: one, or two for a mask (T, T).
-        batch: the axis that grows with the number of rows; None if no axis does. It may have more than one entry per
-            row, as the axis of batch x heads for alibi. It may be the token axis itself, if the tokens of all rows
-            follow each other on it.
+        batch: the axis that grows with the number of rows; None if no axis does, as in rotary embeddings that all rows
+            share. An axis of rows x heads, which alibi has, is a batch axis, too. The batch axis is the token axis
+            itself if the tensor has the tokens of all rows one after the other.
     """
 
     tokens: tuple[int, ...]
@@ -48,11 +52,13 @@ def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> lis
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= budget and (pads or lengths[i] == longest):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
+        if groups:
+            longest = lengths[groups[-1][0]]
+            fits = (len(groups[-1]) + 1) * longest <= budget
+            if fits and (pads or lengths[i] == longest):
+                groups[-1].append(i)
+                continue
+        groups.append([i])
     return groups
 
 
@@ -61,10 +67,10 @@ class PaddedBatch:
     """A right-padded batch of documents: B rows of L tokens, the longest document first.
 
     Attributes:
-        longest: L.
-        starts: the first token of each document in the pack.
-        lengths: the tokens of each document.
-        source: for each position of the batch the index of its token in the pack, (B * L,).
+        longest: L, the tokens of the longest document, and more if each row ends with padding (`DocumentRows`).
+        starts: where each document begins in the pack.
+        lengths: the number of tokens of each document.
+        source: for each place of the batch, row after row, the index of its token in the pack, (B * L,).
     """
 
     longest: int
@@ -87,6 +93,8 @@ class PaddedBatch:
         tokens = packed.index_select(axis, self.source)
         if axes.batch == axis:
             return tokens
+        # Divide the token axis into rows and tokens, and join the axis of rows with the batch axis of size 1, or with
+        # the axis of heads.
         tokens = tokens.unflatten(axis, (self.num_rows, self.longest)).movedim(axis, axes.batch)
         return tokens.flatten(axes.batch, axes.batch + 1)
 
@@ -95,8 +103,8 @@ class PaddedBatch:
         mask_of_longest = _document_block(packed, axes, self.starts[0], length=self.longest)
         if axes.batch is None:
             return mask_of_longest
-        # A row of a shorter document has the mask of the longest document behind its own tokens. It hides the padding
-        # from the tokens of the document.
+        # Copy the mask of each document over the mask of the longest one. The padding of a shorter row keeps the mask
+        # of the longest document, which hides the padding from the tokens of the document.
         rows = [mask_of_longest.clone() for _ in self.starts]
         for row, start, length in zip(rows, self.starts, self.lengths, strict=True):
             _document_block(row, axes, 0, length=length).copy_(_document_block(packed, axes, start, length=length))
@@ -104,7 +112,7 @@ class PaddedBatch:
 
 
 def _document_block(mask: Tensor, axes: TensorAxes, start: int, *, length: int) -> Tensor:
-    """Return the view of a mask in which both token axes have the tokens of one document."""
+    """Return a view of a mask, cut on both token axes to the `length` tokens of one document from `start` on."""
     for axis in axes.tokens:
         mask = mask.narrow(axis, start, length)
     return mask
@@ -120,43 +128,50 @@ class DocumentRows:
         pads: whether documents of different lengths may share a batch.
 
     Attributes:
-        groups: the batches.
+        num_tokens: T.
+        padded_batches: the batches. A document is a row of one of them.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0, pads: bool = True):
         starts = [0, *accumulate(lengths)]
         self.num_tokens = starts[-1]
-        self.groups: list[PaddedBatch] = []
-        # Where each token of the pack is in the batches, laid end to end
+        self.padded_batches: list[PaddedBatch] = []
+        # The place of each token of the pack in the tensors of all batches, laid end to end: `places` for tensors with
+        # B rows per batch, `shared_places` for tensors with one row per batch, which all its documents share.
         places = torch.empty(self.num_tokens, dtype=torch.int64)
-        # Where it is if each batch has only one row, which all its documents share
         shared_places = torch.empty(self.num_tokens, dtype=torch.int64)
         batch_start = 0
         shared_start = 0
-        for members in group_by_length(lengths, budget, pads):
-            longest = lengths[members[0]] + padding
+        for documents in group_by_length(lengths, budget, pads):
+            longest = lengths[documents[0]] + padding
+            batch_starts = [starts[i] for i in documents]
+            batch_lengths = [lengths[i] for i in documents]
+            # Behind its end, a row repeats its last token.
             steps = torch.arange(longest)
-            source = torch.cat([starts[i] + steps.clamp(max=lengths[i] - 1) for i in members])
-            group = PaddedBatch(longest, [starts[i] for i in members], [lengths[i] for i in members], source.to(device))
-            self.groups.append(group)
-            for row, i in enumerate(members):
+            source = torch.cat([starts[i] + steps.clamp(max=lengths[i] - 1) for i in documents])
+            self.padded_batches.append(PaddedBatch(longest, batch_starts, batch_lengths, source.to(device)))
+            for row, i in enumerate(documents):
                 places[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + batch_start + row * longest
                 shared_places[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_start
-            batch_start += len(members) * longest
+            batch_start += len(documents) * longest
             shared_start += longest
         self._places = places.to(device)
         self._shared_places = shared_places.to(device)
 
-    def join(self, batches: list[Tensor], axes: TensorAxes) -> Tensor:
-        """Join tensors of all batches to one tensor of the pack, without padding; the inverse of `split`."""
+    def join(self, outputs: list[Tensor], axes: TensorAxes) -> Tensor:
+        """Join tensors of all batches to one tensor of the pack, without padding; the inverse of `split`.
+
+        Args:
+            outputs: a tensor for each batch.
+        """
         (axis,) = axes.tokens
         if axes.batch is None:  # all rows of a batch share its tensor
-            return torch.cat(batches, dim=axis).index_select(axis, self._shared_places)
-        flat_batches = []
-        for group, rows in zip(self.groups, batches, strict=True):
+            return torch.cat(outputs, dim=axis).index_select(axis, self._shared_places)
+        flat_outputs = []
+        for batch, output in zip(self.padded_batches, outputs, strict=True):
             if axes.batch != axis:
-                rows = rows.unflatten(axes.batch, (group.num_rows, -1))
+                output = output.unflatten(axes.batch, (batch.num_rows, -1))
                 # Move the axis of rows right before the axis of tokens, and join both to one axis.
-                rows = rows.movedim(axes.batch, axis).flatten(axis, axis + 1)
-            flat_batches.append(rows)
-        return torch.cat(flat_batches, dim=axis).index_select(axis, self._places)
+                output = output.movedim(axes.batch, axis).flatten(axis, axis + 1)
+            flat_outputs.append(output)
+        return torch.cat(flat_outputs, dim=axis).index_select(axis, self._places)

@@ -1,26 +1,29 @@
 """The attention implementation `packfix_varlen`: in a packed row each document attends causally to itself only.
 
-The module registers two functions with transformers: `varlen_attention`, which each attention layer of a model calls,
-and `varlen_mask`, which the model calls for its mask. `choice.py` chooses the implementation for a model. `kernels.py`
-and `runs.py` do the computation. In packed forwards no (T, T) mask is built.
+A pack is several documents, end to end in one row of T tokens. Its *boundaries* say where each document begins. The
+module registers two functions with transformers: `varlen_attention`, which each attention layer of a model calls, and
+`varlen_mask`, which the model calls for its mask. `choice.py` chooses the implementation for a model. `kernels.py` and
+`runs.py` do the computation. In packed forwards no (T, T) mask is built.
 
-A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward that
-`forwards.mark_packed_forwards` has marked. A packed call without boundaries, or with a mask, a cache or several rows,
-raises an error. Every other call, such as `generate` with its cache or a padded evaluation batch, gives the result of
-transformers' `sdpa`. Sinks and softcap, which `sdpa` does not support, are then computed here.
+A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if a packed forward is running. A
+packed call without boundaries, or with a mask, a cache or several rows, raises an error. Every other call, such as
+`generate` with its cache or a padded evaluation batch, gives the result of transformers' `sdpa`. Sinks and softcap,
+which `sdpa` does not support, are then computed here.
 
-Boundaries come from the argument `cu_seq_lens_q`, else from the packed forward that is running (`packed_forward.py`).
-In one case they can only be read from `position_ids`: the layer passes nothing else to its attention (stablelm), and it
-is recomputed in backward by a checkpointing that does not restore the packed forward (FSDP's, for instance).
+The boundaries come from the argument `cu_seq_lens_q`, else from the `PackedForward` that is running: hooks on the model
+record it when a forward gets a pack (`packed_forward.py`). Only in one case are they read from `position_ids`: a layer
+passes nothing else to its attention (stablelm), and a checkpointing such as FSDP's recomputes this layer in backward
+without the `PackedForward`.
 
 Words:
 
-    repaired module  a module that the leak probe found to mix documents. It runs on batches with one document per row
-    part, degree     with sequence parallelism several ranks share a pack, and each holds a part of its tokens. The
-                     degree is their number
+    repaired module  a module that lets documents change each other in a pack, as a test of the model has found. It runs
+                     on batches of several rows, with one document per row
+    part             the tokens of a pack that one rank holds, where several ranks share the pack
     run              where documents share a prefix, the pack has the prefix once. A run is the rows of a document
                      behind its prefix
     window, chunk    limits of what a query attends to: the last w tokens, or the tokens of its own chunk
+    wide heads       heads of more dimensions than FlashAttention-2 supports, 256
 
 Shapes: T tokens, H query heads, G key/value heads, D head dimension.
 """
@@ -49,13 +52,13 @@ from .kernels import (
     wide_kernel,
 )
 
-# Modules that need the name import it from here, so that it is registered.
+# Whoever imports the name from here has also imported this module, and so registered the implementation.
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME
 from .packed_forward import (
     BOUNDARIES,
     CACHE_NAMES,
     CU_SEQ_LENS,
-    FEED_A_PACK,
+    PACK_REMEDY,
     PackedForward,
     in_backward,
     running_forward,
@@ -64,6 +67,7 @@ from .runs import attend_pack_on_cuda, attend_shared_on_cpu
 
 # Arguments in the `**kwargs` of `varlen_attention` that it reads, or that change no result. It refuses all other
 # arguments, because they may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
+# `BOUNDARIES`: the names of the entries of a batch with the boundaries, `cu_seq_lens_q` and so on.
 READ_ARGUMENTS = {*BOUNDARIES, "position_ids", "sliding_window", "is_causal", "position_bias"}
 CACHE_ARGUMENTS = {*CACHE_NAMES, "cache_position", "use_cache"}  # packed forwards refuse the cache itself
 HARMLESS_ARGUMENTS = {
@@ -86,13 +90,13 @@ class OwnMaskError(ValueError):
     """Raised for a packed forward with a mask that the model made itself, because the kernels support no mask.
 
     Attributes:
-        is_boundary: whether the mask has at most two values and needs no gradient. Such a mask only hides keys, so that
-            boundaries may replace it. A bias, or a mask that is learned, says more.
+        may_only_hide: whether the mask may only hide keys, as boundaries do: it has at most two values and needs no
+            gradient, or it is a pattern that was not computed (None). A bias, or a mask that is learned, does more.
     """
 
     def __init__(self, message: str, mask: Tensor | None):
         super().__init__(message)
-        self.is_boundary = mask is None or (not mask.requires_grad and len(mask.unique()) <= 2)
+        self.may_only_hide = mask is None or (not mask.requires_grad and len(mask.unique()) <= 2)
 
 
 def varlen_attention(
@@ -130,8 +134,8 @@ def varlen_attention(
     running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: AttentionOptions = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-    if running is not None and running.num_rows is not None:
-        # In a repaired module each row is one document. With an attention mask this is a normal unpacked call.
+    if running is not None and running.in_repaired_module:
+        # Each row is one document. A mask of the rows is honoured, as in every call that is not packed.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
     else:
         is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
@@ -146,17 +150,20 @@ def varlen_attention(
         return out.transpose(1, 2).contiguous(), None
 
     # A packed call:
-    # 1. The rows of a repaired module become one row, whose boundaries are in `running`.
+    # 1. The rows of a repaired module become one row. Its boundaries are in `running`, and not in the arguments.
     num_rows = query.shape[0]
-    if running is not None and running.num_rows is not None:
-        query, key, value = (_end_to_end(states, running) for states in (query, key, value))
+    if running is not None and running.in_repaired_module:
+        query, key, value = (_join_rows(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast_for_autocast(module, query, key, value)
-    # 2. Where ranks share the pack, each rank gets all tokens of some heads.
+    # 2. Where ranks share the pack, they exchange parts of the pack for heads. Each rank then has all tokens of the
+    #    query heads `exchange.heads`, a slice.
+    group = ALONE  # this rank by itself
     if running is not None:
         _check_part(module, query, running, dropout)
-    exchange = HeadExchange(query.shape[1], key.shape[1], ALONE if running is None else running.group)
+        group = running.group
+    exchange = HeadExchange(query.shape[1], key.shape[1], group)
     query, key, value = exchange.to_heads([query], [key, value])
     options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
     # 3. Each document attends to itself. Then the output gets the shape of the input.
@@ -175,28 +182,31 @@ def _attend_documents(
     running: PackedForward | None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute attention within each document of a pack on the fastest kernel that can: (1, H, T, D).
+    """Compute attention within each document of a pack on the fastest kernel that supports it: (1, H, T, D).
 
     Args:
-        query, key, value: of all tokens of the pack.
+        query, key, value: for all tokens of the pack.
         kwargs: the arguments of the call, with or without boundaries.
+        running: the packed forward that is running, if any.
 
     Raises:
         ValueError: documents share prefixes, and no flash kernel computes this call.
     """
-    options["window"], chunk = _window_and_chunk(module, kwargs)
+    window, chunk = _window_and_chunk(module, kwargs)
+    options["window"] = window
     dropout = options["dropout"]
     softcap = options["softcap"]
     num_tokens = query.shape[2]
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     is_wide = chunk is None and _runs_wide(query, value, options)
-    pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash or is_wide)
-    chunk = only_if_shorter(chunk, pack.max_length_k)
+    pack = _pack_of(kwargs, running, num_tokens, stays_on_device=is_flash or is_wide)
+    chunk = only_if_shorter(chunk, pack.max_length_k)  # None if no document is longer than a chunk
     flash_options: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if is_flash:
         return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash_options)
     device = query.device.type
     if pack.kv_index is not None:
+        # Documents share prefixes: `pack.kv_index` lists the keys of each run.
         obstacle = None
         if dropout > 0:
             obstacle = f"dropout={dropout}"
@@ -214,7 +224,7 @@ def _attend_documents(
         return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash_options)
     if is_wide:
         return attend_wide(query, key, value, pack.cu_seq_lens_q, pack.max_length_q, options["scale"])
-    lengths = _lengths_between(pack.bounds, num_tokens)
+    lengths = _lengths_between(pack.bounds, num_tokens)  # `pack.bounds`: the boundaries as a list
     if chunk is not None:
         # Tokens of different chunks do not attend to each other, so each chunk is like a document.
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
@@ -227,7 +237,7 @@ def varlen_mask(
 ) -> Tensor | None:
     """Return the mask of a forward: None in a packed forward, the result of `sdpa_mask` in every other forward.
 
-    The signature is that of transformers' mask functions. With `use_vmap` the model adds a mask pattern of its
+    The signature is that of transformers' mask functions. A model that sets `use_vmap` adds a mask pattern of its
     own to the causal mask.
 
     Raises:
@@ -236,19 +246,22 @@ def varlen_mask(
     """
     running = running_forward()
     has_own_mask = attention_mask is not None or kwargs.get("use_vmap")
-    if running is None or (running.num_rows is not None and has_own_mask):
+    # In a repaired module each row is one document, so the model's own mask of the rows is right.
+    if running is None or (running.in_repaired_module and has_own_mask):
         kwargs["attention_mask"] = attention_mask
         return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
-    if batch_size != (running.num_rows or 1) or q_length != kv_length:
+    num_rows = running.num_rows or 1  # `running.num_rows`: the rows of the batch of a repaired module
+    if batch_size != num_rows or q_length != kv_length:
         raise ValueError(
             f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: a pack is one row "
-            f"without padding or cache, with as many keys as queries. {FEED_A_PACK}"
+            f"without padding or cache, with as many keys as queries. {PACK_REMEDY}"
         )
+    # `running.ignores_masks`: a test of the model has found that its masks only repeat the boundaries.
     if has_own_mask and not running.ignores_masks:
         own_mask = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
         raise OwnMaskError(
             f"the model lays {own_mask} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
-            f"it. {FEED_A_PACK}",
+            f"it. {PACK_REMEDY}",
             attention_mask,
         )
     return None
@@ -264,11 +277,11 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
+def _join_rows(states: Tensor, running: PackedForward) -> Tensor:
     """Lay the rows (B, H, L, D) of a repaired module end to end in one row (1, H, B * L, D).
 
     Raises:
-        ValueError: the rows are not the documents of `running`.
+        ValueError: the number of rows or their length is not the one of `running`.
     """
     if states.shape[0] != running.num_rows or states.shape[2] != running.max_length_q:
         raise ValueError(
@@ -305,7 +318,7 @@ def _check_packed_call(
     if mask is not None and not (running is not None and running.ignores_masks):
         raise OwnMaskError(
             f"{name} got an attention_mask of shape {tuple(mask.shape)} in a packed or training forward: the "
-            f"boundaries alone say who attends to whom, so the mask would be ignored. {FEED_A_PACK} (If you gave no "
+            f"boundaries alone say who attends to whom, so the mask would be ignored. {PACK_REMEDY} (If you gave no "
             "mask, transformers built it: call trl_packfix.prepare_for_packing(model) once, and it builds none for "
             "packs.)",
             mask,
@@ -313,12 +326,12 @@ def _check_packed_call(
     if query.shape[0] != 1:
         raise ValueError(
             f"{name} got {query.shape[0]} rows in a packed or training forward: the boundaries describe one row, and "
-            f"which one is unknown. {FEED_A_PACK}"
+            f"which one is unknown. {PACK_REMEDY}"
         )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{name} got {query.shape[2]} queries and {key.shape[2]} keys in a packed or training forward: keys from a "
-            f"cache or another sequence belong to no document of the pack. {FEED_A_PACK}"
+            f"cache or another sequence belong to no document of the pack. {PACK_REMEDY}"
         )
     if not _is_causal(module, kwargs):
         raise OwnAttentionError(
@@ -334,11 +347,11 @@ def _check_packed_call(
 
 
 def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropout: float) -> None:
-    """Raise ValueError if the module cannot run on a part of a pack: by its number of tokens, or by dropout."""
+    """Raise ValueError if ranks share the pack, and the module has other tokens than this rank's part, or dropout."""
     if running.group.is_alone:
         return
     name = type(module).__name__
-    if running.num_rows is not None or query.shape[2] != running.part_tokens:
+    if running.in_repaired_module or query.shape[2] != running.part_tokens:
         raise ValueError(
             f"{name} got {query.shape[2]} tokens, and each of the {running.group.size} ranks that share the pack holds "
             f"{running.part_tokens}: a module that collects or repeats tokens cannot work on a part of a pack. Set "
@@ -365,7 +378,7 @@ def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: 
 
 
 def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    """Return whether ffpa-attn computes this call: heads above 256 dimensions, and no option except the scale."""
+    """Return whether ffpa-attn computes this call: it has wide heads, and no option except the scale."""
     device = query.device.type
     return (
         device in FLASH_DEVICES
@@ -379,39 +392,40 @@ def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
 
 
 def _pack_of(
-    kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int, *, is_flash: bool
+    kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int, *, stays_on_device: bool
 ) -> PackedForward:
     """Return the pack of a call: the running packed forward, or one that is made from the arguments of the call.
 
     Args:
         kwargs: the arguments, with `cu_seq_lens_q` and so on, `position_ids`, or neither.
         num_tokens: T.
-        is_flash: whether a flash kernel computes the call. Then the host must not read the boundaries, so that the
-            lengths of the longest document must be among the arguments.
+        stays_on_device: whether the kernel of this call reads the boundaries on the device, and the host must not. The
+            kernel then needs the length of the longest document as a number, too.
 
     Raises:
         ValueError: there are no boundaries, or they are incomplete.
     """
     call_boundaries: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
     bounds = call_boundaries[0]
-    is_complete = all(x is not None for x in call_boundaries)
-    is_sufficient = bounds is not None and (is_complete or not is_flash)
-    if running is not None and (running.kv_index is not None or not is_sufficient):
+    has_all_arguments = all(x is not None for x in call_boundaries)
+    has_enough_arguments = bounds is not None and (has_all_arguments or not stays_on_device)
+    # 1. The running forward, if it has what the arguments lack. Shared prefixes are never among the arguments.
+    if running is not None and (running.kv_index is not None or not has_enough_arguments):
         return running
-    # If the boundaries of the call are those of `running`, `running` is as good, and has more to offer: launches, and
-    # lengths on the host. But a graph of torch.compile on flash would make the numbers in `running` constants, while it
-    # takes the numbers among the arguments as they come.
-    if running is not None and (running.launches or not is_flash) and bounds is running.cu_seq_lens_q:
+    # 2. The running forward, if the arguments repeat its boundaries, and its launches or its lengths on the host are of
+    #    use. For a flash kernel without launches the arguments are better: torch.compile would take the numbers in
+    #    `running` for constants of its graph, and does not do so with arguments.
+    if running is not None and (running.launches or not stays_on_device) and bounds is running.cu_seq_lens_q:
         return running
+    # 3. The positions, in the case that the module's docstring describes. Here the host has to wait for the device.
     if bounds is None:
-        # `position_ids` hold the boundaries in the case that the module's docstring describes. Here the host has to
-        # wait for the device.
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
         return PackedForward(bounds, bounds, max(lengths), max(lengths), group=ALONE)
-    if not is_flash:
+    # 4. The arguments. Only flash kernels read the length of the longest document. For others T stands for it.
+    if not stays_on_device:
         return PackedForward(bounds, bounds, num_tokens, num_tokens, group=ALONE)
-    if not is_complete:
+    if not has_all_arguments:
         raise ValueError(
             f"attention got cu_seq_lens_q but not all of {', '.join(CU_SEQ_LENS[1:])}: to find the longest document "
             "the host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
@@ -421,10 +435,10 @@ def _pack_of(
 
 
 def _lengths_between(bounds: list[int], num_tokens: int) -> list[int]:
-    """Return the tokens of each document between the boundaries.
+    """Return the number of tokens of each document, from the boundaries.
 
     Raises:
-        ValueError: a document is empty, or a token belongs to none.
+        ValueError: a document is empty, or a token belongs to no document.
     """
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
@@ -436,7 +450,7 @@ def _lengths_between(bounds: list[int], num_tokens: int) -> list[int]:
 
 
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
-    """Return the tokens of each document, from positions that restart at 0 at each document.
+    """Return the number of tokens of each document, from positions that restart at 0 at each document.
 
     Raises:
         ValueError: there are no positions, they do not count 0, 1, 2, ... within each document, or they never restart.
@@ -446,7 +460,7 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     if position_ids is None:
         raise ValueError(
             f"attention got {num_tokens} tokens and no document boundaries (neither cu_seq_lens_q nor position_ids): "
-            f"it never assumes a single document. {FEED_A_PACK}"
+            f"it never assumes a single document. {PACK_REMEDY}"
         )
     positions = position_ids.flatten()
     is_start = positions == 0
@@ -454,7 +468,7 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     if len(positions) != num_tokens or not is_start[0] or not counts_up:
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} for a pack of {num_tokens} tokens do not count 0, 1, "
-            f"2, ... within each document: no boundaries can be read from them. {FEED_A_PACK} (Documents that share "
+            f"2, ... within each document: no boundaries can be read from them. {PACK_REMEDY} (Documents that share "
             "prefixes have such positions: with share_prefixes use gradient_checkpointing=True, not checkpoints of "
             "your own.)"
         )
@@ -462,7 +476,7 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     if len(starts) == 2 and num_tokens > 1 and not in_backward():
         raise ValueError(
             f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, which models "
-            f"also make up themselves: attention never assumes a single document. {FEED_A_PACK}"
+            f"also make up themselves: attention never assumes a single document. {PACK_REMEDY}"
         )
     return [stop - start for start, stop in itertools.pairwise(starts)]
 
@@ -481,12 +495,15 @@ def _window_and_chunk(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | 
 
 
 def cast_for_autocast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
-    """Cast tensors as autocast does for `scaled_dot_product_attention`. It does not cast for the kernels used here."""
+    """Cast tensors as autocast would for `scaled_dot_product_attention`; autocast does not know the kernels used here.
+
+    A model in half precision may have queries in fp32 without autocast. They are cast to the dtype of its layers.
+    """
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-    # In a model in half precision whose norms are fp32, as peft prepares quantised models, queries are fp32.
+    # The norms of quantised models are fp32, as peft prepares them, and then the queries are fp32, too.
     has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
     if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
         dtype = get_target_dtype(tensors[0], module)
@@ -503,15 +520,15 @@ def _unpacked_math(
     is_causal: bool,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute attention with softcap or sinks outside of packs: (B, H, queries, D).
+    """Compute attention with softcap or sinks for a call that is not packed: (B, H, queries, D).
 
-    Memory is linear in the number of queries.
+    Memory is linear in the number of queries. `is_causal` is True only if there is no mask.
     """
     num_rows, _, num_queries, _ = query.shape
     if num_queries == 1 or not is_causal:
         return math_in_tiles(query, key, value, is_causal=False, mask=mask, **options)
-    # Causal without a mask means without padding and windows, so each row is computed as a document of a pack. The keys
-    # of a static cache may be longer than the prompt. Then only the first ones are filled.
+    # Without a mask there is neither padding nor a window. So each row is computed like a document of a pack. A static
+    # cache may have more keys than the prompt has queries. Then only the first keys are filled.
     key = key[:, :, :num_queries]
     value = value[:, :, :num_queries]
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))

@@ -91,8 +91,9 @@ class ValueOfBatches:
         if batches is not self.batches:
             raise ValueError(
                 f"a repaired module got a value of shape {tuple(self.values[0].shape)} that another repaired module "
-                f"computed in {len(self.batches.groups)} batches of documents, and it computes {len(batches.groups)}: "
-                'it is unknown how to divide such a value again. Set on_leak="unpack".'
+                f"computed in {len(self.batches.padded_batches)} batches of documents, and it computes "
+                f"{len(batches.padded_batches)}: it is unknown how to divide such a value again. Set "
+                'on_leak="unpack".'
             )
         return self.values[index]
 
@@ -201,7 +202,7 @@ class RepairedModule(AroundCalls):
         Raises:
             ValueError: how to divide a tensor is unknown, because the module got none at this place in the probe.
         """
-        batch = batches.groups[index]
+        batch = batches.padded_batches[index]
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
         for place, value in leaves:

@@ -128,7 +128,7 @@ class RepairSearch:
         try:
             self.probe.forward_packed([self.probe.tokens(n) for n in DOCUMENT_LENGTHS], gradient=True)
         except CannotRun as error:
-            return isinstance(error.__cause__, OwnMaskError) and error.__cause__.is_boundary
+            return isinstance(error.__cause__, OwnMaskError) and error.__cause__.may_only_hide
         return False
 
     def _restart_positions(self) -> bool:

@@ -76,9 +76,9 @@ class UnpackedForward(AroundCalls):
             return {**row_arguments, name: batch.split(tokens, TOKEN_AXES), "attention_mask": mask.long()}
 
         # The first batch is the call that is under way, and all others run in addition.
-        first_output = yield (), inputs_of(documents.groups[0])
+        first_output = yield (), inputs_of(documents.padded_batches[0])
         outputs = [first_output]
-        outputs += [module.forward(**inputs_of(batch)) for batch in documents.groups[1:]]
+        outputs += [module.forward(**inputs_of(batch)) for batch in documents.padded_batches[1:]]
         yield join_outputs(
             outputs,
             join_states=lambda values: documents.join(values, TOKEN_AXES),

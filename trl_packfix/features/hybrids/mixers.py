@@ -85,9 +85,9 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
     else:
         rows = running.document_rows(running.num_tokens)
         outs = []
-        for group in rows.groups:
-            values = [group.split(x, AXES_OF_TOKENS) for x in scan.values]
-            keys = [group.split(x, AXES_OF_TOKENS) for x in scan.keys]
+        for batch in rows.padded_batches:
+            values = [batch.split(x, AXES_OF_TOKENS) for x in scan.values]
+            keys = [batch.split(x, AXES_OF_TOKENS) for x in scan.keys]
             outs.append(scan.call(values, keys, scan.parameters))
         out = rows.join(outs, AXES_OF_TOKENS)
     # 3. Each rank gets all heads of its tokens again.
