@@ -65,8 +65,8 @@ REVIEWED = {
     """,
     "where a function of autograd keeps values for its backward": """
         attention/exchange.py ctx.group
-        attention/exchange.py ctx.receive
-        attention/exchange.py ctx.send
+        attention/exchange.py ctx.receive_counts
+        attention/exchange.py ctx.send_counts
         attention/flash.py ctx.kernel
         training/lm_head.py ctx.dtype
         training/lm_head.py ctx.scale

@@ -5,9 +5,10 @@ share a pack. They are a *group*, its size s is the *degree*, and each rank hold
 tokens. Every batch and every packed forward has a `Group`. A rank that shares its pack with no other rank is *alone*,
 in a group of size 1, for which no operation here communicates.
 
-`planning/degrees.py` chooses the degree of each micro-step. A group is a value, which travels with documents
-(`data/rank_share.py`), batches (`layout.py`) and forwards (`attention/packed_forward.py`). The process groups of torch,
-over which ranks communicate, are made once for each degree, by `make_groups`, and are found by the size of the group.
+`planning/degrees.py` chooses the degree for each set of micro-batches that the ranks compute at the same time. A
+`Group` is two numbers, and is stored with documents (`data/rank_share.py`), batches (`layout.py`) and forwards
+(`attention/packed_forward.py`). It finds the process group of torch, over which its ranks communicate, by its size.
+`make_groups` makes these process groups once for each degree.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from torch import Tensor
 
 
 class MadeGroup(NamedTuple):
-    """A process group that was made for one degree. It is stale once `dist.group.WORLD` is another object."""
+    """A process group that was made for one degree. It is useless once `dist.group.WORLD` is another object."""
 
     world: Any  # the process group of all ranks, when this group was made
     process_group: Any  # the process group of this rank and of the ranks with which it shares packs
@@ -49,7 +50,7 @@ class Group:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank counts, for the whole group, what the ranks share, such as the documents of the pack."""
+        """Whether this rank counts for the whole group what all its ranks have, such as the documents of the pack."""
         return self.rank == 0
 
     @property
@@ -68,7 +69,7 @@ class Group:
         return process_group
 
     def rows(self, num_rows: int) -> slice:
-        """Return which of the `num_rows` rows of a pack, a multiple of the size, are the part of this rank.
+        """Return which rows of a pack are the part of this rank. `num_rows`, their number, is a multiple of the size.
 
         >>> Group(size=2, rank=1).rows(6), Group().rows(6)
         (slice(3, 6, None), slice(0, 6, None))
@@ -129,8 +130,8 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
 
 
 def _find_process_group(degree: int) -> Any:
-    """Return the process group of a degree; None if it was not made, or made for an earlier set of ranks."""
-    group = _process_groups.get(degree)
-    if group is None or group.world is None or not dist.is_initialized():
+    """Return the process group of a degree; None if it was not made, or was made for an earlier set of ranks."""
+    made_group = _process_groups.get(degree)
+    if made_group is None or made_group.world is None or not dist.is_initialized():
         return None
-    return group.process_group if group.world is dist.group.WORLD else None
+    return made_group.process_group if made_group.world is dist.group.WORLD else None

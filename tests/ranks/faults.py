@@ -94,7 +94,7 @@ def own_states_only(right, scan, running):
 def gradients_of_one_rank_lost(right, ctx, grad):
     """Lose what the second rank of a group sends back."""
     found, *others = right(ctx, grad)
-    found.split(ctx.send)[1].zero_()
+    found.split(ctx.send_counts)[1].zero_()
     return found, *others
 
 

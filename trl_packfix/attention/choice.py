@@ -1,8 +1,8 @@
 """Choose the attention implementation for packed batches, and set it on the model.
 
 A pack is several documents in one row of T tokens. The implementation must keep them apart without a (T, T) mask. The
-implementation of this package is `packfix_varlen` (`varlen.py`). `choose_attention` takes the first of these that
-works. On CUDA:
+implementation of this package is `packfix_varlen` (`varlen.py`). `choose_attention` takes the first implementation of
+this list that works. On CUDA:
 
     1. the flash attention that the user has set on the model
     2. flash_attention_2, if flash-attn is installed and the model supports it
@@ -73,8 +73,8 @@ def choose_attention(
             the dtype of the weights. None: the dtype of the weights.
         device_type: the device on which the model will train; None: the device of the model.
         refusals: by implementation that cannot compute this model, the reason.
-        needs_varlen: why this run needs packfix_varlen even if the user has set a flash attention, as the end of a
-            sentence about that attention ("does not exchange tokens between ..."); None if it does not.
+        needs_varlen: what every flash attention of the user lacks for this training, so that it needs packfix_varlen.
+            The text ends a sentence about that attention ("does not exchange tokens between ..."). None: nothing.
 
     Raises:
         ValueError: no kernel can compute this model. The message says what to change.
@@ -89,7 +89,7 @@ def choose_attention(
         refusals=refusals,
         needs_varlen=needs_varlen,
     )
-    # The reason also names the attention that is replaced.
+    # Add to the reason the name of the attention that is replaced. `_choose_on_cuda` has named a flash attention.
     previous = choice.previous
     is_replaced = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
     is_named_already = device_type == "cuda" and "flash" in previous
@@ -122,7 +122,8 @@ def _apply_precedence(
         return AttentionChoice(previous, False, previous, reason)
     refusal = (refusals or {}).get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
-        name = own_in_packs(model, default_attention(model) if previous == ATTENTION_NAME else previous)
+        name = default_attention(model) if previous == ATTENTION_NAME else previous
+        name = own_in_packs(model, name)
         return AttentionChoice(name, "flash" in name, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
         if previous in ("sdpa", "eager"):
@@ -165,12 +166,16 @@ def set_attention(model: nn.Module, name: str) -> None:
     """
     model = base_model(model)
     text = text_config(model)
-    model.set_attn_implementation(_for_nested(model.config, text, name))
+    model.set_attn_implementation(_implementation_argument(model.config, text, name))
     assert text._attn_implementation == name, f"attention is {text._attn_implementation}, not {name}"
 
 
-def _for_nested(config: PreTrainedConfig, target: PreTrainedConfig, name: str) -> Any:
-    """Return `name` as `set_attn_implementation` takes it for a config inside of another config.
+def _implementation_argument(config: PreTrainedConfig, target: PreTrainedConfig, name: str) -> Any:
+    """Return the argument with which `set_attn_implementation` of a model sets `name` on one of its configs.
+
+    Args:
+        config: the config of the model.
+        target: the config to set: `config`, or one inside of it.
 
     Returns:
         `name` if `config` is `target`, a dictionary such as {"": name, "text_config": name} if `target` is inside of
@@ -180,7 +185,7 @@ def _for_nested(config: PreTrainedConfig, target: PreTrainedConfig, name: str) -
         return name
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
-        nested_name = None if sub_config is None else _for_nested(sub_config, target, name)
+        nested_name = None if sub_config is None else _implementation_argument(sub_config, target, name)
         if nested_name is not None:
             # "" is the top level. It has no layers, but makes the masks for the text part.
             return {"": name, key: nested_name}
@@ -202,7 +207,7 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 def dropped_weights(config: PreTrainedConfig) -> dict[str, float]:
-    """Return the fields of a text config by which attention drops weights in training, with rates above 0."""
+    """Return by field of a text config the rate at which attention drops weights in training, if it is above 0."""
     rates = {name: rate for name, rate in vars(config).items() if ATTENTION_DROPOUT.match(name)}
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
@@ -232,7 +237,7 @@ def _choose_on_cuda(
             "them exactly. Set attn_implementation='flash_attention_4' for a flash attention that supports sinks.",
             stacklevel=3,
         )
-    # 2. flash_attention_2, if flash-attn is installed
+    # 2. flash_attention_2, if flash-attn is installed. `refused` tells which implementations could not be used.
     widest = head_dim(config)
     refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
     if needs_varlen is not None and "flash" in previous:

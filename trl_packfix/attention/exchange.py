@@ -1,8 +1,8 @@
-"""Sequence parallelism: the exchanges between the ranks that share a pack.
+"""Exchange tensors between the ranks that share a pack, for sequence parallelism.
 
 Several neighbouring ranks may share a pack. They are a *group*, their number s is the *degree*, and each rank holds a
 *part* of the pack, T / s of its tokens. Most modules of a model work on one token at a time and need only the part.
-Modules that mix tokens need more, and call this module:
+Modules that mix tokens need more, and call the functions here:
 
     attention (`varlen.py`) and scans   exchange tokens for heads (all-to-all) before they compute: each rank then holds
                                         all T tokens of some heads, and uses the boundaries of the whole pack.
@@ -34,6 +34,11 @@ from ..group import Group
 class HeadExchange:
     """The exchanges before and after one attention call, for tensors of H query heads and G key/value heads.
 
+    Args:
+        num_heads: H.
+        num_key_heads: G, which divides H.
+        group: the ranks that share the pack.
+
     Attributes:
         heads: the query heads that this rank computes.
     """
@@ -53,9 +58,9 @@ class HeadExchange:
                 dtype.
 
         Returns:
-            The tensors of `queries`, then of `keys`, with all tokens, (1, heads of this rank, T, ...). Those of `keys`
-            have the heads that the query heads of this rank read. If these query heads share key heads unevenly, a key
-            head is repeated for each query head that reads it.
+            The tensors of `queries`, then of `keys`, with all tokens, (1, heads of this rank, T, ...). The tensors of
+            `keys` have the key heads that the query heads of this rank read. If different numbers of these query heads
+            read each key head, a key head is repeated for each query head that reads it.
         """
         if self.group.is_alone:
             return [*queries, *keys]
@@ -63,32 +68,35 @@ class HeadExchange:
         query_ranges, key_ranges = zip(*self._ranges, strict=True)
         split_tensors = [_split_heads(x, query_ranges) for x in queries] + [_split_heads(x, key_ranges) for x in keys]
         tensors_by_rank = list(zip(*split_tensors, strict=True))
-        send = [sum(x.numel() for x in tensors) for tensors in tensors_by_rank]
+        send_counts = [sum(x.numel() for x in tensors) for tensors in tensors_by_rank]
         flat = torch.cat([x.reshape(-1) for tensors in tensors_by_rank for x in tensors])
 
-        # 2. Every rank sends equally many numbers for the heads of this rank.
-        states = [*queries, *keys]
+        # 2. Receive the heads of this rank. Every rank sends equally many numbers, for its tokens.
+        tensors = [*queries, *keys]
         num_query_heads = _num_heads_in_range(self.heads)
         num_key_heads = _num_heads_in_range(self._key_heads)
         num_heads = [num_query_heads] * len(queries) + [num_key_heads] * len(keys)
-        sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, states, strict=True)]
+        sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, tensors, strict=True)]
         num_ranks = self.group.size
-        received = exchange_pieces(flat, send, [sum(sizes)] * num_ranks, self.group).view(num_ranks, -1)
+        received = exchange_pieces(flat, send_counts, [sum(sizes)] * num_ranks, self.group).view(num_ranks, -1)
 
-        # 3. Join the tokens of all ranks.
-        all_tokens = [
-            numbers.reshape(num_ranks, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
-            for numbers, count, x in zip(received.split(sizes, dim=1), num_heads, states, strict=True)
-        ]
+        # 3. For each tensor, put the tokens of all ranks one after the other: (ranks, heads, T / s) -> (1, heads, T).
+        all_tokens = []
+        for numbers, count, x in zip(received.split(sizes, dim=1), num_heads, tensors, strict=True):
+            by_rank = numbers.reshape(num_ranks, count, *x.shape[2:])
+            all_tokens.append(by_rank.transpose(0, 1).flatten(1, 2)[None])
 
-        # 4. Kernels need equally many query heads per key head. Repeat key heads if there are not.
+        # 4. Kernels need the same number of query heads for each key head. If the numbers differ, repeat each key head
+        #    for all query heads that read it, and take the query heads of this rank.
         key_head_of_query = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]
-        if len({key_head_of_query.count(head) for head in key_head_of_query}) > 1:
+        num_readers = {key_head_of_query.count(head) for head in key_head_of_query}
+        if len(num_readers) > 1:
             # A slice and not an index of heads: to copy an index to a GPU the host would wait, in every layer.
             first_head = self.heads.start - self._key_heads.start * self._queries_per_key
-            one_per_query = slice(first_head, first_head + len(key_head_of_query))
-            all_tokens[len(queries) :] = [
-                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_per_query] for x in all_tokens[len(queries) :]
+            one_per_query = slice(first_head, first_head + num_query_heads)
+            num_queries = len(queries)
+            all_tokens[num_queries:] = [
+                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_per_query] for x in all_tokens[num_queries:]
             ]
         return all_tokens
 
@@ -100,10 +108,10 @@ class HeadExchange:
         num_ranks = self.group.size
         num_tokens = out.shape[2] // num_ranks
         dim = out.shape[3]
-        receive = [_num_heads_in_range(heads) * num_tokens * dim for heads, _ in self._ranges]
-        flat = out.transpose(1, 2).reshape(-1)
-        received = exchange_pieces(flat, [num_heads * num_tokens * dim] * num_ranks, receive, self.group)
-        return torch.cat([numbers.view(1, num_tokens, -1, dim) for numbers in received.split(receive)], dim=2)
+        send_counts = [num_heads * num_tokens * dim] * num_ranks
+        receive_counts = [_num_heads_in_range(heads) * num_tokens * dim for heads, _ in self._ranges]
+        received = exchange_pieces(out.transpose(1, 2).reshape(-1), send_counts, receive_counts, self.group)
+        return torch.cat([numbers.view(1, num_tokens, -1, dim) for numbers in received.split(receive_counts)], dim=2)
 
 
 def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[slice, slice]]:
@@ -134,7 +142,7 @@ def _num_heads_in_range(heads: slice) -> int:
 
 
 def _split_heads(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
-    """Return the heads of each range from (1, heads, T / s, D), without the first axis."""
+    """Return a tensor (heads in the range, T / s, ...) for each range of heads of `states`, (1, heads, T / s, ...)."""
     if all(heads.stop == next_heads.start for heads, next_heads in pairwise(ranges)):
         # `split` and not slices: the backward of each slice would allocate a gradient of all heads.
         return states[0].split([_num_heads_in_range(heads) for heads in ranges])
@@ -145,8 +153,8 @@ def _split_heads(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
 def exchange_halo(rows: Tensor, width: int, group: Group) -> Tensor:
     """Return the last `width` rows of the previous rank in the group: (1, T / s, C) -> (1, width, C).
 
-    The first rank gets the rows of the last rank, and a rank that is alone gets zeros. Neither reads them, because
-    a pack begins with a document.
+    The first rank gets the rows of the last rank, and a rank that has the pack for itself gets zeros. Both must ignore
+    what they get: their part begins where the pack begins, and no document reads rows before its own.
 
     Raises:
         ValueError: the part has fewer rows than `width`.
@@ -158,44 +166,45 @@ def exchange_halo(rows: Tensor, width: int, group: Group) -> Tensor:
             f"A part of {rows.shape[1]} token(s) came to a convolution that reads {width} tokens before each. They "
             "would come from more than one rank. Raise `tokens_per_rank`."
         )
-    send = [0] * group.size
-    receive = [0] * group.size
-    send[(group.rank + 1) % group.size] = receive[group.rank - 1] = width * rows.shape[2]
-    return exchange_pieces(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
+    num_numbers = width * rows.shape[2]
+    send_counts = [0] * group.size
+    send_counts[(group.rank + 1) % group.size] = num_numbers
+    receive_counts = [0] * group.size
+    receive_counts[group.rank - 1] = num_numbers
+    return exchange_pieces(rows[:, -width:].reshape(-1), send_counts, receive_counts, group).view(1, width, -1)
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all exchange of pieces of a flat tensor. Backward sends the gradients back.
-
-    `send` and `receive` hold per rank of the group how many numbers this rank sends to it and receives from it.
-    """
+    """An all-to-all exchange of pieces of a flat tensor, as in `exchange_pieces`. Backward sends the gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send = send
-        ctx.receive = receive
+    def forward(
+        ctx: Any, flat: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.send_counts = send_counts
+        ctx.receive_counts = receive_counts
         ctx.group = group
-        out = flat.new_empty(sum(receive))
-        dist.all_to_all_single(out, flat.contiguous(), receive, send, group=group)
+        out = flat.new_empty(sum(receive_counts))
+        dist.all_to_all_single(out, flat.contiguous(), receive_counts, send_counts, group=group)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out = grad.new_empty(sum(ctx.send))
-        dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return out, None, None, None
+        grad_flat = grad.new_empty(sum(ctx.send_counts))
+        dist.all_to_all_single(grad_flat, grad.contiguous(), ctx.send_counts, ctx.receive_counts, group=ctx.group)
+        return grad_flat, None, None, None
 
 
-def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """Exchange the pieces of a flat tensor between the ranks of a group, which are several.
+def exchange_pieces(flat: Tensor, send_counts: list[int], receive_counts: list[int], group: Group) -> Tensor:
+    """Exchange the pieces of a flat tensor between the ranks of a group of two or more ranks.
 
     Args:
-        flat: the pieces for all ranks, end to end, (sum(send),).
-        send: how many numbers this rank sends to each rank.
-        receive: how many numbers it receives from each rank.
+        flat: the pieces for all ranks of the group, end to end, (sum(send_counts),).
+        send_counts: how many numbers this rank sends to each rank.
+        receive_counts: how many numbers this rank receives from each rank.
 
     Returns:
-        The pieces from all ranks, end to end, (sum(receive),). Their gradients are sent back to the ranks.
+        The pieces from all ranks, end to end, (sum(receive_counts),). Their gradients are sent back to the ranks.
     """
-    return _AllToAll.apply(flat, send, receive, group.process_group)
+    return _AllToAll.apply(flat, send_counts, receive_counts, group.process_group)

@@ -3,12 +3,14 @@
 A packed batch is one row of several documents with their boundaries (`cu_seq_lens_q` and so on), made by a collator of
 `data/`. Its forward runs like this:
 
-    1. `PackedForwardGuard`, a pre-hook on the model, checks the batch and enters a `PackedForward`.
+    1. A pre-hook of `PackedForwardGuard` on the model checks the batch and enters a `PackedForward`.
     2. Attention and mixers inside the model read the boundaries from it (`packed_forward.py`). A layer under gradient
        checkpointing enters it again when it is recomputed in backward (`CarryingCheckpoint`).
-    3. With images, a vision tower gets no boundaries of the text. Where ranks share the pack, each computes some of the
-       images, and the decoder then gets the part of the pack that this rank holds (`image_parts.py`).
+    3. With images, a vision tower gets no boundaries of the text. Where several ranks share the pack, each rank
+       computes some of the images, and its decoder gets only the tokens that the rank holds (`image_parts.py`).
     4. A hook behind the model leaves the `PackedForward`.
+
+Several guards may be on one model. The first that runs checks a batch, and the others enter its `PackedForward` again.
 """
 
 import inspect
@@ -52,6 +54,7 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
     """
 
     def change(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the checkpoint function that replaces `checkpoint`, or `checkpoint` itself."""
         if isinstance(checkpoint, CarryingCheckpoint):
             return checkpoint if carry else checkpoint.checkpoint
         return CarryingCheckpoint(checkpoint) if carry else checkpoint
@@ -63,7 +66,7 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
 class CarryingCheckpoint:
     """A checkpoint function whose recomputation runs in the packed forward in which the layer ran first."""
 
-    checkpoint: Callable[..., Any]
+    checkpoint: Callable[..., Any]  # the function of transformers or torch, which this one calls
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         running = running_forward()
@@ -82,8 +85,8 @@ class ModelHooks(ABC):
     """Base of classes that add hooks to a model. `install()` adds the hooks, and `remove()` removes them.
 
     Attributes:
-        modules_given_packs: modules that the hooks themselves call with packs, in a forward of the model that is not
-            packed.
+        modules_given_packs: modules of the model that the hooks call with packs, although the forward of the model gets
+            no pack. [] for most hooks.
     """
 
     modules_given_packs: Sequence[nn.Module] = ()
@@ -110,7 +113,7 @@ class ModelHooks(ABC):
 def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     """Mark forwards of the model that get `cu_seq_lens_q` as packed, so that no (T, T) mask is built in them.
 
-    From then on a packed forward raises ValueError if it also gets a mask, a cache, several rows or contradicting
+    From then on such a forward raises ValueError if it also gets a mask, a cache, several rows or contradicting
     boundaries.
 
     Returns:
@@ -123,15 +126,15 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
 
 
 class PackedForwardGuard(ModelHooks):
-    """The hooks that mark, check and announce the packed forwards of a model.
+    """The hooks that check the packed forwards of a model, and make their boundaries known inside the model.
 
     Args:
-        modules_given_packs: modules that other hooks call with packs, in a forward of the model that is not packed.
+        modules_given_packs: see `ModelHooks`, for other hooks on the model.
 
     Attributes:
-        ignores_masks: the field of `PackedForward`, for each packed forward of the model.
+        ignores_masks: the value of `PackedForward.ignores_masks` for all packed forwards of the model.
         before_pack: called at the beginning of each packed forward.
-        mixers: the functions of the model's mixers, which are replaced in packed forwards.
+        mixers: the functions with which the model's mixers mix tokens; they are replaced in packed forwards.
     """
 
     def __init__(self, model: PreTrainedModel, modules_given_packs: Sequence[nn.Module] = ()):
@@ -140,15 +143,16 @@ class PackedForwardGuard(ModelHooks):
         self.modules_given_packs = modules_given_packs
         self.ignores_masks = False
         self.before_pack: Callable[[], None] | None = None
-        self._is_packed: list[bool] = []  # per running forward of this model, whether it is packed
-        self._layers: list[nn.Module] = []
+        self._is_packed: list[bool] = []  # for each forward of the model that is running, whether it is packed
+        self._layers: list[nn.Module] = []  # modules that may have a checkpoint function
         self.mixers = mixer_support().replaced_functions(model)
-        self._recorded: PackedForward | None = None  # the running packed forward, unless another guard made it
-        self._divisions: list[TowerDivision | None] = []  # per running call of a tower
+        self._entered_forward: PackedForward | None = None  # the running packed forward, unless another guard made it
+        # For each call of a tower that is running, how its images are divided among ranks; None if they are not
+        self._divisions: list[TowerDivision | None] = []
 
     def _register(self) -> list[RemovableHandle]:
-        # Each forward loops over `_layers`. They are only the modules that transformers can checkpoint, because a model
-        # with adapters has thousands of modules.
+        # Each forward loops over `_layers`. So it holds only the modules that transformers can checkpoint: a model with
+        # adapters has thousands of modules.
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         self._has_wrappers = False
         names = {module: name for name, module in self.model.named_modules()}
@@ -193,11 +197,11 @@ class PackedForwardGuard(ModelHooks):
                     self.before_pack()
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
-                self._recorded = running
+                self._entered_forward = running
             enter_packed_forward(running)
             if running.kv_index is not None:
-                # These boundaries separate runs of rows, and a module would take them for boundaries of documents.
-                # `packfix_varlen` reads them from `running`.
+                # Documents share prefixes. The boundaries in the batch then separate the ends of documents behind their
+                # prefixes, and a module would take them for boundaries of documents. `packfix_varlen` reads `running`.
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         self._is_packed.append(layout.is_packed)
         return args, kwargs
@@ -219,15 +223,17 @@ class PackedForwardGuard(ModelHooks):
         running = running_forward()
         division = None
         # If several guards are on this model, only the guard that made the packed forward divides its images.
-        if running is not None and running is self._recorded:
+        if running is not None and running is self._entered_forward:
             args, kwargs, division = divide_tower_inputs(args, kwargs, running.group)
         self._divisions.append(division)
         return args, kwargs
 
     def _join_tower_outputs(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """Return the output of a tower on all images of the pack, from its output on the images of each rank."""
+        # torch calls this hook even if a pre-hook raised. Then the list may be empty. If the forward of the tower
+        # raised, its output is None.
         division = self._divisions.pop() if self._divisions else None
-        if division is None or output is None:  # the output is None after a forward that raised
+        if division is None or output is None:
             return output
         return division.exchanged(output)
 
@@ -236,11 +242,14 @@ class PackedForwardGuard(ModelHooks):
         # torch calls this hook even if the pre-hook raised. Then the list may be empty.
         if self._is_packed and self._is_packed.pop():
             leave_packed_forward()
-            self._recorded = None
+            self._entered_forward = None
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the causal attention modules that pass unknown arguments on to transformers' flash attention."""
+    """Return the causal attention modules that pass further arguments on to a flash attention of transformers.
+
+    The list is empty if the model has another attention implementation.
+    """
     text = text_config(model)
     if "flash" not in (text._attn_implementation or ""):
         return []
@@ -271,7 +280,7 @@ def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
-    """Add the boundaries to the arguments of an attention module whose layer passes none (stablelm).
+    """Add the boundaries to the arguments of an attention module whose layer passes no boundaries (stablelm).
 
     Otherwise transformers would derive them from `position_ids`, and the host would wait for the device.
     """
@@ -284,7 +293,7 @@ def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _check_packed_batch(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, layout: Layout
 ) -> PackedForward:
-    """Return the packed forward of a batch, by the arguments of the model.
+    """Check the arguments of the model for a packed batch, and return the `PackedForward` of the batch.
 
     Raises:
         ValueError: boundaries are missing or contradict each other, or there is a mask, a cache or several rows, or

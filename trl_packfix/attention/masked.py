@@ -30,7 +30,11 @@ AttentionMaskInterface.register(MASKED_NAME, packed_sdpa_mask)
 
 
 def own_in_packs(model: PreTrainedModel, name: str) -> str:
-    """Return the attention implementation for packs of a model that keeps its own attention, `name`."""
+    """Return the attention implementation that a model with its own attention `name` has in packs.
+
+    It is `packfix_masked` if `name` is `sdpa` and the model has attention modules that are causal only by the mask,
+    else `name`.
+    """
     text = text_config(model)
     attentions = [module for module in model.modules() if getattr(module, "config", None) is text]
     needs_masks = any(getattr(module, "is_causal", True) is False for module in attentions)

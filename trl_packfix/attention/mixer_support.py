@@ -1,11 +1,11 @@
-"""What the package can do with the mixers of hybrid models, as its wings see it.
+"""Define what all other modules know of `features/hybrids`: the support for mixers of hybrid models.
 
 A *mixer* is a layer that mixes the tokens of a row without attention: a convolution or a recurrence, as in Mamba or in
-gated delta nets. Attention reads the boundaries of documents from the running `PackedForward`. A mixer reads none: it
-calls functions of its modeling module in transformers, by the names in `MIXER_FUNCTIONS`, and these functions would
-carry a document into the next one.
+gated delta nets. A pack is one row with several documents. Attention reads their boundaries from the `PackedForward`
+that is running. A mixer reads no boundaries: it calls functions of its modeling module in transformers, by the names in
+`MIXER_FUNCTIONS`, and there the tokens of one document would change the results of the next document.
 
-`features/hybrids` makes them start anew in each document. It is met through a `MixerSupport` only:
+`features/hybrids` makes these functions start anew in each document. Other modules only call a `MixerSupport`:
 
     forwards.py              replaces functions of the model while a packed forward runs
     isolation/probe.py       allows for the rounding of kernels that sum over several documents
@@ -13,7 +13,7 @@ carry a document into the next one.
     cli/check_model.py       names the packages whose kernels are missing
 
 Without the folder of the feature, `MixerSupport` itself refuses models with these functions. A mixer that calls
-functions of other names is not known here: its module leaks, and the leak probe finds and repairs it.
+functions of other names is not known here. Then documents change each other, which the leak probe finds and repairs.
 """
 
 import sys
@@ -62,7 +62,10 @@ class MixerSupport:
         return False
 
     def tokens_summed_in_common(self, model: nn.Module) -> int:
-        """Return the number of tokens over which a kernel sums in common, whichever documents the tokens belong to."""
+        """Return the number of tokens that a kernel of the model sums together although documents are separate.
+
+        The sums cancel up to rounding, for which the probe then allows. 0 if no kernel does so.
+        """
         return 0
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
@@ -88,7 +91,7 @@ def mixer_function_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 @cache
 def mixer_support() -> MixerSupport:
-    """Return the support that is installed: of `features/hybrids`, or none."""
+    """Return the support of `features/hybrids`; without its folder the one that refuses models with mixers."""
     folder = find_folder("hybrids")
     support: MixerSupport = MixerSupport() if folder is None else folder.MIXERS
     return support
