@@ -52,7 +52,7 @@ def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) 
         "weights": [weights_of(whole), weights_of(resumed)],
         "tokens": tokens,
         "seen": [whole.seen, resumed.seen],
-        "steps_to_compare": resumed.training_objective.same_pack.num_remaining_steps if row.shares else None,
+        "steps_to_compare": resumed.training_objective.same_pack_check.num_remaining_steps if row.shares else None,
         "reports": [run.packing_report.to_dict() for run in (whole, resumed)],
     }
 

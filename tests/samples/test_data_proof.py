@@ -505,7 +505,7 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
         "1 of 2 rows of the train dataset have `content` in messages of the role `developer`, which the chat template"
     )
     assert [said in message for message in caplog.messages] == [True]
-    assert not run.data.report.complete
+    assert not run.data.data_report.complete
 
 
 @pytest.mark.parametrize("can_sanitise", [True, False])

@@ -117,8 +117,8 @@ def outcome_of(case, kind, bad_rows, caplog, folder):
     return {
         "texts": texts,
         "columns": columns,
-        "turns": fields_of(run.data.turns),
-        "trained": fields_of(run.data.trained.counts),
+        "turns": fields_of(run.data.turn_counts),
+        "trained": fields_of(run.data.trained_summary.counts),
         "messages": sorted({entry.getMessage() for entry in caplog.records if entry.name.startswith("trl")}),
     }
 
@@ -142,8 +142,8 @@ def outcome_of_images(rule, kind, bad_rows, folder):
             for span in itertools.starmap(slice, itertools.pairwise(batch["cu_seq_lens_q"].tolist()))
         ],
         "sums of pixels": [round(float(batch["pixel_values"].double().sum()), 3) for batch in batches],
-        "turns": fields_of(run.data.turns),
-        "trained": fields_of(run.data.trained.counts),
+        "turns": fields_of(run.data.turn_counts),
+        "trained": fields_of(run.data.trained_summary.counts),
     }
 
 

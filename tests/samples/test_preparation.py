@@ -73,7 +73,7 @@ def test_another_formatting_function_of_the_same_name_makes_other_tokens(tmp_pat
 
     def lengths():
         run = trainer(tmp_path, load_from_disk(tmp_path / "data"), trainer_kwargs={"formatting_func": module.formatted})
-        assert run.data.report.num_rendered == 1  # its texts are followed through the function
+        assert run.data.data_report.num_rendered == 1  # its texts are followed through the function
         return [len(tokens) for tokens in run.train_dataset["input_ids"]]
 
     first = lengths()

@@ -206,7 +206,7 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
     assert not unpacked.args.packing
     stream = run_of(tmp_path, ROWS.to_iterable_dataset(), **settings)
     assert [(row["input_ids"], row["labels"]) for row in stream.train_dataset] == expected
-    counts = run.data.trained.counts
+    counts = run.data.trained_summary.counts
     assert (counts.turns, counts.context, counts.earlier) == (12, 5, 5 if last else 0)
 
 
@@ -303,7 +303,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
     batch = unpacked.data_collator([data[i] for i in range(len(data))])
     for i, labels in enumerate(rows):
         assert batch["labels"][i][batch["attention_mask"][i].bool()].tolist() == labels
-    assert run.data.trained.counts == AssistantTurnCounts(turns=18, context=9, earlier=0)
+    assert run.data.trained_summary.counts == AssistantTurnCounts(turns=18, context=9, earlier=0)
     # Reads no `train`, nor the cache
     every = vision.make(tmp_path, family, **settings | {"message_train_key": None})
     assert every.data.source.documents.trained.sum() > run.data.source.documents.trained.sum()
@@ -319,8 +319,8 @@ def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
     trained = list(filter(None, map(joined, rows_of(run))))
     assert [text.count("then") for text in trained] == [1] * sum(map(len, expected))
     assert all(want in got for want, got in zip(sum(expected, []), trained, strict=True))
-    assert run.data.turns.left_out == 18 - sum(map(len, expected)) > 0
-    assert run.data.turns.without_turn == sum(not texts for texts in expected) == 3
+    assert run.data.turn_counts.left_out == 18 - sum(map(len, expected)) > 0
+    assert run.data.turn_counts.without_turn == sum(not texts for texts in expected) == 3
 
 
 def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):

@@ -139,7 +139,10 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     for table in tables(sharegpt(), "conversations"):
         run = trainer(tmp_path, table, **settings)
         assert rows_of(run) == expected
-        assert "4 rows have the roles `human` or `gpt` in `conversations`, which are renamed" in run.data.report.line()
+        assert (
+            "4 rows have the roles `human` or `gpt` in `conversations`, which are renamed"
+            in run.data.data_report.line()
+        )
         turns = trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
     thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}

@@ -79,7 +79,7 @@ AUTO_TP = SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2
 BASE = {"packing": True, "max_length": 64, "max_steps": 2, "per_device_train_batch_size": 1, "dataset": CHATS}
 BASE |= {"loss_type": "nll"}  # TRL below 1.15 has another default
 ARGUMENTS = ("dataset", "stream", "model", "trainer_class", "config_class", "data_collator", "compute_loss_func")
-ARGUMENTS += ("processing_class", "formatting_func", "peft_config", "accelerator", "own_loss", "own_loader")
+ARGUMENTS += ("processing_class", "formatting_func", "peft_config", "accelerator", "user_loss", "user_loader")
 MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.PACKING: {"packing": True},
     of.NO_PACKING: {"packing": False},
@@ -128,9 +128,9 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.COLLATOR: {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)},
     of.FORMATTING: {"formatting_func": str},
     of.LOSS_FUNCTION: {"compute_loss_func": print},
-    of.OWN_LOSS: {"own_loss": "OwnLoss.compute_loss"},
-    of.OWN_LOADER: {"own_loader": "OwnLoader.get_train_dataloader"},
-    of.OWN_SAMPLER: {"trainer_class": Sampled},
+    of.USER_LOSS: {"user_loss": "OwnLoss.compute_loss"},
+    of.USER_LOADER: {"user_loader": "OwnLoader.get_train_dataloader"},
+    of.USER_SAMPLER: {"trainer_class": Sampled},
     of.ENCODER_DECODER: {"model": BartForConditionalGeneration(BART)},
     of.VIRTUAL_TOKENS: {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
     of.TOKENS_PER_RANK_OF_HYBRIDS: {"model": build_tiny_model("lfm2"), "tokens_per_rank": 64},
@@ -184,7 +184,7 @@ def message_of(folder, *chosen: Condition, constructs: bool = False, **settings)
     if arguments.pop("stream", False):
         dataset = dataset.to_iterable_dataset()
     engine = arguments.pop("accelerator", None)
-    own_methods = {name: arguments.pop(name, None) for name in ("own_loss", "own_loader")}
+    user_methods = {name: arguments.pop(name, None) for name in ("user_loss", "user_loader")}
     model = arguments.pop("model", MODEL)
     kind = arguments.pop("trainer_class", SFTTrainer)
     environment = dict(os.environ)  # settings may set variables
@@ -196,7 +196,7 @@ def message_of(folder, *chosen: Condition, constructs: bool = False, **settings)
             settings_of_trainer(kind, arguments | {"args": args, "model": model, "train_dataset": dataset})
         )
         refuse_conflicts(RunSettings(args=args, accelerator=engine))
-        refuse_conflicts(RunSettings(args=args, **own_methods))
+        refuse_conflicts(RunSettings(args=args, **user_methods))
     except ValueError as error:
         return str(error)
     finally:
@@ -217,7 +217,7 @@ def test_every_choice_is_made_and_nothing_else_is_chosen():
 @pytest.mark.parametrize("feature, other", ROWS, ids=lambda each: getattr(each, "choice", each).name)
 def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
     """The constructor of the trainer must refuse a row, where it is not the engine or the first step that says it."""
-    constructs = not {"accelerator", "own_loss", "own_loader"} & {*MADE[feature.choice], *MADE[other]}
+    constructs = not {"accelerator", "user_loss", "user_loader"} & {*MADE[feature.choice], *MADE[other]}
     unpacked = {} if feature.choice == of.PACKING or other not in REFUSED_IN_PACKS else {"packing": False}
     text = message_of(tmp_path, feature.choice, other, constructs=constructs, **unpacked)
     given, *_ = text.partition(". ")

@@ -78,7 +78,7 @@ class ScriptedFirstStep(FirstStep):
         ranks = SimpleNamespace(copies=1, may_share=False)
         images = SimpleNamespace(examples=None)
         data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, images=images, packs_images=False)
-        objective = SimpleNamespace(replaces_trl_loss=True, has_own_logits=True, summed_by_ranks=False)
+        objective = SimpleNamespace(replaces_trl_loss=True, fused_head_is_exact=True, summed_by_ranks=False)
         super().__init__(trainer, data, objective, training_step=None)
         self._probe = ScriptedProbe(model=model)
         self._probe.device = torch.device("cpu")
@@ -543,7 +543,7 @@ def test_a_row_of_dft_has_losses_times_probabilities():
 def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one():
     """Logits are not computed. Labels stand at their tokens, and the row has two tokens of padding behind."""
     step = ScriptedFirstStep()
-    step._objective.has_own_logits = False
+    step._objective.fused_head_is_exact = False
     step._probe.make_row = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
     seen = []
 

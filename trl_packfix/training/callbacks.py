@@ -84,15 +84,15 @@ class BeforeTraining(TrainerCallback):
             # `check_fused_head` returns whether the fused LM head gives the model's own logits. If not, it has warned,
             # and `first_step.py` takes its reference from the fused LM head, too.
             with trainer.compute_loss_context_manager():
-                self._objective.has_own_logits = check_fused_head(
+                self._objective.fused_head_is_exact = check_fused_head(
                     trainer.model_wrapped, base_model(trainer.model), self._data.attention_dtype
                 )
         if args.packing:
             self._warn_of_uneven_micro_batches()
         else:  # the report of packing has this line
             trainer.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
-            if self._data.report is not None:
-                trainer.accelerator.print(f"Data: {self._data.report.line()}")
+            if self._data.data_report is not None:
+                trainer.accelerator.print(f"Data: {self._data.data_report.line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
 
@@ -107,7 +107,7 @@ class BeforeTraining(TrainerCallback):
         # `compute_loss` of this package sets `is_scored`. If it did not run, a subclass has replaced it
         if not self._objective.totals.is_scored:
             refuse_conflicts(
-                RunSettings(args=self._trainer.args, own_loss=f"{type(self._trainer).__name__}.compute_loss")
+                RunSettings(args=self._trainer.args, user_loss=f"{type(self._trainer).__name__}.compute_loss")
             )
 
 
@@ -166,7 +166,7 @@ class BeforeFirstStep(TrainerCallback):
         packed_model = self._trainer.packed_model
         # `get_train_dataloader` of this package makes the report. Without a report, a subclass has replaced this method
         if trainer.packing_report is None:
-            refuse_conflicts(RunSettings(args=args, own_loader=f"{type(trainer).__name__}.get_train_dataloader"))
+            refuse_conflicts(RunSettings(args=args, user_loader=f"{type(trainer).__name__}.get_train_dataloader"))
         model = base_model(trainer.model)
         # Check that the proofs change no parameter. The model is taken with its adapters, because FSDP shards all of it
         with parameters_unchanged(trainer.model):

@@ -45,26 +45,26 @@ def settings_of_trainer(trainer_class: type[TrainerView], arguments: dict[str, A
     sampler = cast(object, trainer_class._get_train_sampler)
     return RunSettings(
         columns=getattr(dataset, "column_names", None) or (),
-        own_sampler=None if sampler is sampler_of_trl else f"{trainer_class.__name__}._get_train_sampler",
+        user_sampler=None if sampler is sampler_of_trl else f"{trainer_class.__name__}._get_train_sampler",
         **{setting.name: arguments[setting.name] for setting in fields(RunSettings) if setting.name in arguments},
     )
 
 
-def check_before_loading(setup: RunSettings) -> None:
+def check_before_loading(settings: RunSettings) -> None:
     """Refuse what cannot work, before the model is loaded and the dataset is tokenised."""
-    refuse_conflicts(setup)
-    args = setup.args
+    refuse_conflicts(settings)
+    args = settings.args
     assert isinstance(args, SFTConfig)  # `adopt_args` has made it one
     if args.packing:
-        _check_lengths(setup, args)
-    if setup.is_stream and not setup.columns:
+        _check_lengths(settings, args)
+    if settings.is_stream and not settings.columns:
         # A stream names its columns only in its first row, which is read after all other checks
-        refuse_conflicts(replace(setup, columns=columns_of(setup.train_dataset)))
+        refuse_conflicts(replace(settings, columns=columns_of(settings.train_dataset)))
 
 
-def _check_lengths(setup: RunSettings, args: SFTConfig) -> None:
+def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
     """Refuse a `max_length` beyond the positions of the model, or that the ranks cannot hold together."""
-    config = text_config(setup.model, args)
+    config = text_config(settings.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None)
     # A dynamic rotary embedding stretches its positions over documents that are longer

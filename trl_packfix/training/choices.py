@@ -42,9 +42,9 @@ class RunSettings:
     peft_config: Any = None
     accelerator: Accelerator | None = None
     # Names of methods of the user's subclass that replace methods of this package's trainer
-    own_sampler: str | None = None
-    own_loss: str | None = None
-    own_loader: str | None = None
+    user_sampler: str | None = None
+    user_loss: str | None = None
+    user_loader: str | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -106,8 +106,8 @@ def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ())
     label = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
-    def describe(setup: RunSettings) -> str | None:
-        value = getattr(setup.args, name)
+    def describe(settings: RunSettings) -> str | None:
+        value = getattr(settings.args, name)
         is_met = value in on if on else value != off
         return f"`{name}={value!r}`" if is_met else None
 
@@ -120,19 +120,19 @@ def _strategy_condition(has_trait: Callable[[StrategyTraits], bool]) -> Conditio
     return _field_condition("packing_strategy", "stream", names)
 
 
-PACKING = Condition("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
+PACKING = Condition("packing", lambda settings: "packing" if settings.packs else None, "set `packing=False`")
 NO_PACKING = Condition(
-    "`packing=False`", lambda setup: None if setup.packs else "`packing=False`", "set `packing=True`"
+    "`packing=False`", lambda settings: None if settings.packs else "`packing=False`", "set `packing=True`"
 )
 PACKED_EVALUATION = Condition(
     "`eval_packing=True`",
-    lambda setup: "`eval_packing=True`" if getattr(setup.args, "eval_packing", None) else None,
+    lambda settings: "`eval_packing=True`" if getattr(settings.args, "eval_packing", None) else None,
     "leave `eval_packing` unset",
 )
 TOKENS_PER_RANK = _field_condition("tokens_per_rank")
 NO_TOKENS_PER_RANK = Condition(
     "no `tokens_per_rank`",
-    lambda setup: None if TOKENS_PER_RANK.describe(setup) else "`tokens_per_rank=None`",
+    lambda settings: None if TOKENS_PER_RANK.describe(settings) else "`tokens_per_rank=None`",
     "set `tokens_per_rank`",
 )
 EXCHANGE_SPEEDS = _field_condition("exchange_speeds")
@@ -159,7 +159,9 @@ LAST_TURN = _field_condition("assistant_turns", "all")
 NO_EMPTY_THINKING = _field_condition("train_empty_thinking", True)
 EVERY_TURN = Condition(
     "neither `assistant_only_loss` nor `per_turn`",
-    lambda setup: None if ASSISTANT_ONLY.describe(setup) or PER_TURN.describe(setup) else "`assistant_only_loss=False`",
+    lambda settings: (
+        None if ASSISTANT_ONLY.describe(settings) or PER_TURN.describe(settings) else "`assistant_only_loss=False`"
+    ),
     "set `assistant_only_loss=True` or `per_turn=True`",
 )
 HISTORY_TRAINED = _field_condition("completion_only_loss", None, (False,))
@@ -167,7 +169,7 @@ CHUNKED = _field_condition("loss_type", "nll", ("chunked_nll",))
 LIGER = _field_condition("use_liger_kernel", False)
 NO_MAX_STEPS = Condition(
     "no `max_steps`",
-    lambda setup: f"`max_steps={setup.args.max_steps}`" if setup.args.max_steps <= 0 else None,
+    lambda settings: f"`max_steps={settings.args.max_steps}`" if settings.args.max_steps <= 0 else None,
     "set `max_steps` to the optimizer steps to train (a stream begins again when it ends)",
 )
 
@@ -176,15 +178,15 @@ NO_MAX_STEPS = Condition(
     "a strategy or `overlong` that does not truncate",
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
-def NO_TRUNCATION(setup: RunSettings) -> str | None:
+def NO_TRUNCATION(settings: RunSettings) -> str | None:
     splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
-    policy = OVERLONG.describe(setup) or splitting_strategy.describe(setup)
-    return policy if setup.packs and policy != "`overlong='truncate'`" else None
+    policy = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
+    return policy if settings.packs and policy != "`overlong='truncate'`" else None
 
 
 @_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
-def OFFLOADING_ON_CPU(setup: RunSettings) -> str | None:
-    is_on_cpu = setup.args.activation_offloading and setup.args.device.type == "cpu"
+def OFFLOADING_ON_CPU(settings: RunSettings) -> str | None:
+    is_on_cpu = settings.args.activation_offloading and settings.args.device.type == "cpu"
     return "`activation_offloading=True` on the CPU" if is_on_cpu else None
 
 
@@ -192,23 +194,23 @@ def OFFLOADING_ON_CPU(setup: RunSettings) -> str | None:
     "`fused_linear_cross_entropy`, `cross_entropy` in `liger_kernel_config`",
     undo="leave the losses out of `liger_kernel_config`",
 )
-def LIGER_LOSS(setup: RunSettings) -> str | None:
-    kernels = setup.args.liger_kernel_config or {}
+def LIGER_LOSS(settings: RunSettings) -> str | None:
+    kernels = settings.args.liger_kernel_config or {}
     name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)
     return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
 
 
 @_condition("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
-def UNPREPARED(setup: RunSettings) -> str | None:
-    options = setup.args.dataset_kwargs
+def UNPREPARED(settings: RunSettings) -> str | None:
+    options = settings.args.dataset_kwargs
     is_unprepared = isinstance(options, dict) and options.get("skip_prepare_dataset")
     return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_unprepared else None
 
 
 @_condition("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
-def DIVIDED_MODEL(setup: RunSettings) -> str | None:
+def DIVIDED_MODEL(settings: RunSettings) -> str | None:
     for name in ("split_batches", "dispatch_batches"):
-        if getattr(setup.args.accelerator_config, name, None):
+        if getattr(settings.args.accelerator_config, name, None):
             return f"`accelerator_config.{name}=True`"
     return None
 
@@ -217,10 +219,10 @@ def DIVIDED_MODEL(setup: RunSettings) -> str | None:
     "`average_tokens_across_devices=False` on several ranks",
     undo="leave `average_tokens_across_devices` at its default, True",
 )
-def MEAN_PER_RANK(setup: RunSettings) -> str | None:
+def MEAN_PER_RANK(settings: RunSettings) -> str | None:
     # `world_size` initializes the device when it is first read, so it is read last
-    has_own_means = not setup.args.average_tokens_across_devices and setup.args.world_size > 1
-    return f"`average_tokens_across_devices=False` on {setup.args.world_size} ranks" if has_own_means else None
+    has_own_means = not settings.args.average_tokens_across_devices and settings.args.world_size > 1
+    return f"`average_tokens_across_devices=False` on {settings.args.world_size} ranks" if has_own_means else None
 
 
 # The dataset
@@ -236,16 +238,16 @@ def _column_condition(names: tuple[str, ...], label: str, undo: str, *, packs: b
         packs: whether the condition is about runs with packing; else it is about runs without.
     """
 
-    def describe(setup: RunSettings) -> str | None:
-        column = next((name for name in setup.columns if name in names), None)
-        return f"the column `{column}`" if column is not None and setup.packs == packs else None
+    def describe(settings: RunSettings) -> str | None:
+        column = next((name for name in settings.columns if name in names), None)
+        return f"the column `{column}`" if column is not None and settings.packs == packs else None
 
     return Condition(label, describe, undo)
 
 
 STREAM = Condition(
     "an `IterableDataset`",
-    lambda setup: "an `IterableDataset`" if setup.is_stream and setup.packs else None,
+    lambda settings: "an `IterableDataset`" if settings.is_stream and settings.packs else None,
     "load the dataset without streaming",
 )
 PACKED_IMAGES = _column_condition(IMAGES, "images", "remove the column of images")
@@ -259,8 +261,8 @@ UNPACKED_IMAGES = _column_condition(IMAGES, "images and `packing=False`", "set `
 def _argument_condition(name: str) -> Condition:
     """Return the condition that an argument of the trainer is not None."""
 
-    def describe(setup: RunSettings) -> str | None:
-        value = getattr(setup, name)
+    def describe(settings: RunSettings) -> str | None:
+        value = getattr(settings, name)
         return None if value is None else f"`{name}={getattr(value, '__name__', type(value).__name__)}`"
 
     return Condition(f"`{name}`", describe, f"leave `{name}` unset")
@@ -275,24 +277,28 @@ LOSS_FUNCTION = _argument_condition("compute_loss_func")
     "a `processing_class` that is no processor",
     undo="give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
 )
-def NO_PROCESSOR(setup: RunSettings) -> str | None:
-    if isinstance(setup.processing_class, ProcessorMixin):
+def NO_PROCESSOR(settings: RunSettings) -> str | None:
+    if isinstance(settings.processing_class, ProcessorMixin):
         return None
-    return _argument_condition("processing_class").describe(setup)
+    return _argument_condition("processing_class").describe(settings)
 
 
-OWN_LOSS = Condition(
+USER_LOSS = Condition(
     "a `compute_loss` that does not call `super().compute_loss`",
-    lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",
+    lambda settings: settings.user_loss and f"`{settings.user_loss}`, which does not call `super().compute_loss`,",
     "change what `super().compute_loss` returns",
 )
-OWN_LOADER = Condition(
+USER_LOADER = Condition(
     "a `get_train_dataloader` that does not call `super().get_train_dataloader`",
-    lambda setup: setup.own_loader and f"`{setup.own_loader}`, which does not call `super().get_train_dataloader`,",
+    lambda settings: (
+        settings.user_loader and f"`{settings.user_loader}`, which does not call `super().get_train_dataloader`,"
+    ),
     "change what `super().get_train_dataloader` returns",
 )
-OWN_SAMPLER = Condition(
-    "a subclass with `_get_train_sampler`", lambda setup: setup.own_sampler and f"`{setup.own_sampler}`", "remove it"
+USER_SAMPLER = Condition(
+    "a subclass with `_get_train_sampler`",
+    lambda settings: settings.user_sampler and f"`{settings.user_sampler}`",
+    "remove it",
 )
 
 
@@ -300,36 +306,36 @@ OWN_SAMPLER = Condition(
 
 
 @_condition("an encoder-decoder", undo="give a causal language model")
-def ENCODER_DECODER(setup: RunSettings) -> str | None:
-    is_encoder_decoder = getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False)
-    return type(setup.model).__name__ if is_encoder_decoder else None
+def ENCODER_DECODER(settings: RunSettings) -> str | None:
+    is_encoder_decoder = getattr(getattr(settings.model, "config", None), "is_encoder_decoder", False)
+    return type(settings.model).__name__ if is_encoder_decoder else None
 
 
 @_condition("adapters of peft (LoRA)", undo="train all weights")
-def ADAPTERS(setup: RunSettings) -> str | None:
-    adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
+def ADAPTERS(settings: RunSettings) -> str | None:
+    adapters = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
     return next((f"an adapter {adapter.peft_type.value}" for adapter in adapters if adapter is not None), None)
 
 
 @_condition("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
-def VIRTUAL_TOKENS(setup: RunSettings) -> str | None:
-    adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
+def VIRTUAL_TOKENS(settings: RunSettings) -> str | None:
+    adapters = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
     config = next((adapter for adapter in adapters if getattr(adapter, "is_prompt_learning", False)), None)
     return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
 
 
 @_condition("dropout of attention weights", undo="load the model with the rate 0.0")
-def DROPPED_WEIGHTS(setup: RunSettings) -> str | None:
-    rates = {} if setup.model is None else dropped_weights(text_config(setup.model, setup.args))
+def DROPPED_WEIGHTS(settings: RunSettings) -> str | None:
+    rates = {} if settings.model is None else dropped_weights(text_config(settings.model, settings.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
 @_condition("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
-def TOKENS_PER_RANK_OF_HYBRIDS(setup: RunSettings) -> str | None:
-    tokens_per_rank = TOKENS_PER_RANK.describe(setup)
-    if tokens_per_rank is None or setup.model is None:
+def TOKENS_PER_RANK_OF_HYBRIDS(settings: RunSettings) -> str | None:
+    tokens_per_rank = TOKENS_PER_RANK.describe(settings)
+    if tokens_per_rank is None or settings.model is None:
         return None
-    config = text_config(setup.model, setup.args)
+    config = text_config(settings.model, settings.args)
     is_hybrid = mixer_support().config_has_mixers(config)
     return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid else None
 
@@ -339,9 +345,9 @@ def TOKENS_PER_RANK_OF_HYBRIDS(setup: RunSettings) -> str | None:
     undo="launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
     "`CUDA_VISIBLE_DEVICES`",
 )
-def SEVERAL_DEVICES(setup: RunSettings) -> str | None:
+def SEVERAL_DEVICES(settings: RunSettings) -> str | None:
     # `device_map="auto"` uses all visible GPUs. Modules that are offloaded to "cpu" or "disk" run on one of them.
-    devices_of_modules = (getattr(setup.model, "hf_device_map", None) or {}).values()
+    devices_of_modules = (getattr(settings.model, "hf_device_map", None) or {}).values()
     devices = sorted({str(device) for device in devices_of_modules} - {"cpu", "disk"})
     return f"a `device_map` with {len(devices)} devices ({', '.join(devices)})" if len(devices) > 1 else None
 
@@ -353,16 +359,22 @@ def SEVERAL_DEVICES(setup: RunSettings) -> str | None:
     "context or sequence parallelism of accelerate or DeepSpeed",
     undo="set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
 )
-def CONTEXT_PARALLELISM(setup: RunSettings) -> str | None:
+def CONTEXT_PARALLELISM(settings: RunSettings) -> str | None:
     sizes: dict[str, Any] = {}
-    config = setup.args.parallelism_config if setup.accelerator is None else setup.accelerator.parallelism_config
-    if config is None and setup.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+    config = (
+        settings.args.parallelism_config if settings.accelerator is None else settings.accelerator.parallelism_config
+    )
+    if (
+        config is None
+        and settings.accelerator is None
+        and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+    ):
         # It reads the environment, as the accelerator will. TRL constructs the accelerator, and would refuse these
         # settings with a message of its own.
         config = ParallelismConfig()
     if config is not None:
         sizes |= {name: getattr(config, name) for name in ("cp_size", "sp_size")}
-    sizes["sequence_parallel_size"] = _deepspeed_config(setup).get("sequence_parallel_size", 1)
+    sizes["sequence_parallel_size"] = _deepspeed_config(settings).get("sequence_parallel_size", 1)
     return _describe_size_above_one(sizes)
 
 
@@ -370,8 +382,8 @@ def CONTEXT_PARALLELISM(setup: RunSettings) -> str | None:
     "tensor parallelism of DeepSpeed",
     undo="set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
 )
-def DEEPSPEED_TENSORS(setup: RunSettings) -> str | None:
-    config = _deepspeed_config(setup).get("tensor_parallel", {})
+def DEEPSPEED_TENSORS(settings: RunSettings) -> str | None:
+    config = _deepspeed_config(settings).get("tensor_parallel", {})
     training_config = config.get("tp") or config.get("tensor_parallel") or {}
     return _describe_size_above_one(
         {
@@ -381,9 +393,9 @@ def DEEPSPEED_TENSORS(setup: RunSettings) -> str | None:
     )
 
 
-def _deepspeed_config(setup: RunSettings) -> dict[str, Any]:
+def _deepspeed_config(settings: RunSettings) -> dict[str, Any]:
     """Return the config of DeepSpeed; empty under another engine, or if the engine is not known yet."""
-    accelerator = setup.accelerator
+    accelerator = settings.accelerator
     if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {}
     return accelerator.deepspeed_plugin.deepspeed_config
@@ -397,10 +409,10 @@ def _describe_size_above_one(sizes: dict[str, Any]) -> str | None:
 def _distributed_size(name: str) -> Callable[[RunSettings], str | None]:
     """Return a function that describes a size above 1 in the `DistributedConfig` with which the model was loaded."""
 
-    def describe(setup: RunSettings) -> str | None:
+    def describe(settings: RunSettings) -> str | None:
         # The config of a saved model has the sizes, too, but a model that is loaded without them is not divided
-        is_divided = getattr(setup.model, "is_distributed_loading_by_transformers", False)
-        size = getattr(setup.model.config.distributed_config, name) if is_divided else 1
+        is_divided = getattr(settings.model, "is_distributed_loading_by_transformers", False)
+        size = getattr(settings.model.config.distributed_config, name) if is_divided else 1
         return f"`DistributedConfig({name}={size})`" if size > 1 else None
 
     return describe
@@ -410,29 +422,29 @@ def _distributed_size(name: str) -> Callable[[RunSettings], str | None]:
     "tensor or expert parallelism of transformers (`tp_size`)",
     undo="load the model without `tp_size` in `DistributedConfig`",
 )
-def TENSOR_PARALLELISM(setup: RunSettings) -> str | None:
-    size = getattr(setup.model, "_tp_size", None) or 1
+def TENSOR_PARALLELISM(settings: RunSettings) -> str | None:
+    size = getattr(settings.model, "_tp_size", None) or 1
     return f"`DistributedConfig(tp_size={size})`" if size > 1 else None
 
 
 @_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
-def TENSORS_AND_SHARDS(setup: RunSettings) -> str | None:
-    has_both_sizes = TENSOR_PARALLELISM.describe(setup) and _distributed_size("dp_size")(setup)
+def TENSORS_AND_SHARDS(settings: RunSettings) -> str | None:
+    has_both_sizes = TENSOR_PARALLELISM.describe(settings) and _distributed_size("dp_size")(settings)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if has_both_sizes else None
 
 
 @_condition("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
-def MEGATRON(setup: RunSettings) -> str | None:
-    accelerator = setup.accelerator
+def MEGATRON(settings: RunSettings) -> str | None:
+    accelerator = settings.accelerator
     uses_megatron = accelerator is not None and accelerator.distributed_type == DistributedType.MEGATRON_LM
     return "Megatron-LM" if uses_megatron else None
 
 
 @_condition("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")
-def UNPACKED_SEQUENCES(setup: RunSettings) -> str | None:
-    config = None if setup.accelerator is None else setup.accelerator.parallelism_config
+def UNPACKED_SEQUENCES(settings: RunSettings) -> str | None:
+    config = None if settings.accelerator is None else settings.accelerator.parallelism_config
     size = 1 if config is None else config.sp_size
-    return f"`sp_size={size}` and `packing=False`" if size > 1 and not setup.packs else None
+    return f"`sp_size={size}` and `packing=False`" if size > 1 and not settings.packs else None
 
 
 PIPELINE = Condition(

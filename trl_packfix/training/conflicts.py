@@ -47,9 +47,6 @@ from .choices import (
     NOT_PLANNED_BY_TOKENS,
     OFFLOADING_ON_CPU,
     OVERLONG,
-    OWN_LOADER,
-    OWN_LOSS,
-    OWN_SAMPLER,
     PACKED_EVALUATION,
     PACKED_IMAGES,
     PACKING,
@@ -69,6 +66,9 @@ from .choices import (
     UNPACKED_IMAGES,
     UNPACKED_SEQUENCES,
     UNPREPARED,
+    USER_LOADER,
+    USER_LOSS,
+    USER_SAMPLER,
     VIDEO_OR_SOUND,
     VIRTUAL_TOKENS,
     WEIGHT_COLUMN,
@@ -97,28 +97,28 @@ class ChoiceConflicts:
         """Return what to set instead of this choice together with `conflict`, as a sentence without its full stop."""
         return self.remedies.get(conflict) or f"{_capitalize(conflict.undo)}, or {self.choice.undo}"
 
-    def refuse_conflicts(self, setup: RunSettings) -> None:
+    def refuse_conflicts(self, settings: RunSettings) -> None:
         """Raise ValueError if a run has made this choice and meets a condition that excludes it."""
-        choice_text = self.choice.describe(setup)
+        choice_text = self.choice.describe(settings)
         if choice_text is None:
             return
         for conflict, cause in self.conflicts.items():
-            conflict_text = conflict.describe(setup)
+            conflict_text = conflict.describe(settings)
             if conflict_text is not None:
                 remedy = self.remedy(conflict)
                 message = f"{_capitalize(conflict_text)} was given with {choice_text}. {cause}. {remedy}."
                 raise ValueError(message)
 
 
-def refuse_conflicts(setup: RunSettings) -> None:
+def refuse_conflicts(settings: RunSettings) -> None:
     """Raise ValueError if a run has two choices that cannot be combined."""
     for record in CONFLICTS:
-        record.refuse_conflicts(setup)
+        record.refuse_conflicts(settings)
 
 
-def experimental_choices(setup: RunSettings) -> tuple[str, ...]:
+def experimental_choices(settings: RunSettings) -> tuple[str, ...]:
     """Return the names of the experimental choices that a run has made."""
-    used = [condition for condition in EXPERIMENTAL if condition.describe(setup) is not None]
+    used = [condition for condition in EXPERIMENTAL if condition.describe(settings) is not None]
     return tuple(condition.name.replace("`", "") for condition in used)
 
 
@@ -139,7 +139,7 @@ _BEFORE_A_ROW = "Virtual tokens are put once before a row, so the documents of a
 _SHARED_ROWS = {
     LOSS_FUNCTION: "It gets one label per row, and a shared row is a target of several documents, so it would count "
     "once and not once for each",
-    OWN_LOSS: "A shared token is one row for all its documents, and another loss would count it once",
+    USER_LOSS: "A shared token is one row for all its documents, and another loss would count it once",
     NOISE: "The amplitude of its noise is set by the length of the document, and a shared token has one row for "
     "documents of several lengths",
     CONSTANT_SHAPES: "It gives all packs the same shapes, and the number of keys of a pack with shared tokens "
@@ -150,7 +150,7 @@ _SHARED_ROWS = {
 _WEIGHTS = {
     LOSS_FUNCTION: "It gets a whole batch and returns one number, in which documents have no weight",
     MEAN_PER_RANK: "Each rank would take the mean over its own documents, so those on a rank with few would count more",
-    OWN_LOSS: "Another loss has no weights of documents, so the setting would be ignored",
+    USER_LOSS: "Another loss has no weights of documents, so the setting would be ignored",
     UNPACKED_IMAGES: _LOSS_OF_TRL,
     UNPACKED_SEQUENCES: _LOSS_OF_TRL,
 }
@@ -174,9 +174,9 @@ CONFLICTS = (
         choice=PACKING,
         conflicts={
             COLLATOR: "A pack needs a collator that keeps document boundaries, and any other would lose them",
-            OWN_SAMPLER: "Packs are planned from the lengths of all documents and no sampler is called, so the "
+            USER_SAMPLER: "Packs are planned from the lengths of all documents and no sampler is called, so the "
             "method would be ignored",
-            OWN_LOADER: "Packs are planned for the loader of this trainer, and other batches may have no "
+            USER_LOADER: "Packs are planned for the loader of this trainer, and other batches may have no "
             "boundaries, or leave documents out",
             SAMPLING: "Packs are made of documents of all lengths and balanced over ranks by `balance`, so batches "
             "by length have no meaning",
@@ -207,7 +207,7 @@ CONFLICTS = (
         conflicts={
             LOSS_FUNCTION: "Such a loss shifts labels itself, and the label of the last token of a part lies on the "
             "next rank, so it would be lost",
-            OWN_LOSS: "On a part of a pack, labels must be shifted before the cut and counted once per group, which "
+            USER_LOSS: "On a part of a pack, labels must be shifted before the cut and counted once per group, which "
             "another loss does not do",
             DROPPED_WEIGHTS: "The ranks of a group compute different heads and draw the same random numbers, so the "
             "heads would drop the same weights",
@@ -292,7 +292,7 @@ CONFLICTS = (
             COLLATOR: _NO_PLACE,
             UNPACKED_IMAGES: _LOSS_OF_TRL,
             UNPACKED_SEQUENCES: _LOSS_OF_TRL,
-            OWN_LOSS: "Another loss is not summed by source, so the setting would be ignored",
+            USER_LOSS: "Another loss is not summed by source, so the setting would be ignored",
         },
         page="data.md",
     ),

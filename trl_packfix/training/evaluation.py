@@ -1,8 +1,8 @@
 """Evaluate a model so that the loss does not depend on packing: total loss over total trained tokens of the whole set.
 
 A mean of batch means, as TRL logs it, changes with the batch size, with packing and with the number of ranks. The
-trainer (`trainer.py`) calls `Evaluation.loader` for the loader of an evaluation set, `Evaluation.run` to run TRL's loop
-over the batches, and `Evaluation.predict` for each batch. `EvaluationTotals` (`totals.py`) adds up the batches.
+trainer (`trainer.py`) calls `Evaluation.make_loader` for the loader of an evaluation set, `Evaluation.run` to run TRL's
+loop over the batches, and `Evaluation.predict` for each batch. `EvaluationTotals` (`totals.py`) adds up the batches.
 
 The loss is the negative log-likelihood, whatever the training loss is. If the user defines the loss, with
 `compute_loss_func` or with a subclass that has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a
@@ -63,8 +63,8 @@ class Evaluation(TrainerPart):
         trainer: the trainer.
         data: the training data, which has the readers and collators for evaluation sets, too.
         objective: the training loss of the trainer.
-        own: the trainer class of this package. A method of the trainer that is not the method of this class was
-            replaced by the user.
+        package_class: the trainer class of this package. A method of the trainer that is not the method of this class
+            was replaced by the user.
     """
 
     _totals: EvaluationTotals  # sums of the running evaluation
@@ -72,19 +72,19 @@ class Evaluation(TrainerPart):
     # Whether copies have equal batches in the running evaluation, as the padded loader of this package gives them
     _has_equal_batches = False
 
-    def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, own: type):
+    def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, package_class: type):
         super().__init__(trainer)
         self._data = data
         self._objective = objective
-        self._trainer_class = own
+        self._package_class = package_class
 
-    def loader(self, dataset: object, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
+    def make_loader(self, dataset: object, needs_logits: bool, must_be_prepared: bool) -> DataLoader[Any] | None:
         """Return the loader of a set, or None if TRL's loader must be used.
 
         Args:
             dataset: the evaluation set.
             needs_logits: whether predictions are needed, and not only the loss.
-            prepares: whether TRL should have tokenized the set. If TRL has not, the set is refused.
+            must_be_prepared: whether TRL should have tokenized the set. If TRL has not, the set is refused.
 
         Raises:
             ValueError: the set cannot be evaluated.
@@ -94,7 +94,7 @@ class Evaluation(TrainerPart):
             dataset = self._data.images.table(dataset)
         if self._evaluates_documents(dataset):
             return self._evaluation_loader(dataset, needs_logits)
-        if prepares and self._reads_rows and isinstance(dataset, Dataset):
+        if must_be_prepared and self._reads_rows and isinstance(dataset, Dataset):
             check_prepared(dataset, "eval")
         return None
 
@@ -160,7 +160,7 @@ class Evaluation(TrainerPart):
 
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them."""
-        if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
+        if self._user_methods("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
         if self._trainer.compute_metrics is not None and not self.args.prediction_loss_only:
             return
@@ -216,10 +216,10 @@ class Evaluation(TrainerPart):
                 f"`compute_metrics` would get each input {copies} times. Leave `include_for_metrics` unset."
             )
 
-    def _overridden(self, *methods: str) -> list[str]:
+    def _user_methods(self, *methods: str) -> list[str]:
         """Return the names in `methods` that a subclass, or an assignment to the trainer, has replaced."""
         functions = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
-        return [name for name, function in functions.items() if function is not getattr(self._trainer_class, name)]
+        return [name for name, function in functions.items() if function is not getattr(self._package_class, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         """Return the loader of packs or of padded batches of a set, with sources if the set has them."""
@@ -274,7 +274,7 @@ class Evaluation(TrainerPart):
         """
         # First, set up. Predictions, metrics and the user's own `prediction_step` do not need a trained token
         rows = dataloader.dataset
-        if loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
+        if loss_only and isinstance(rows, DocumentDataset) and not self._user_methods("prediction_step"):
             self._check_trained(rows.documents, prefix)
         self._objective.gather_totals()  # `num_tokens` is also logged here
         names = rows.values.names if isinstance(rows, DocumentDataset) else ()
@@ -326,14 +326,14 @@ class Evaluation(TrainerPart):
     @property
     def is_exact(self) -> bool:
         """Whether loss and metrics are computed from totals over the set; otherwise TRL computes them."""
-        return self._loss_of_user is None and not self._data.leaves_images
+        return self._loss_of_user is None and not self._data.leaves_images_to_trl
 
     @property
     def _loss_of_user(self) -> str | None:
         """The function or method with which the user has defined the loss, for a message; None if there is none."""
         if self._trainer.compute_loss_func is not None:
             return "`compute_loss_func`"
-        methods = self._overridden("compute_loss", "prediction_step")
+        methods = self._user_methods("compute_loss", "prediction_step")
         return f"`{type(self._trainer).__name__}.{methods[0]}`" if methods else None
 
     def predict(

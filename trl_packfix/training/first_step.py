@@ -353,7 +353,7 @@ class FirstStep:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
             row = self._probe.make_row(ImageDocument(without_weight))
         with trainer.compute_loss_context_manager():
-            if not self._objective.has_own_logits:
+            if not self._objective.fused_head_is_exact:
                 # `check_fused_head` has warned that the logits of the model's own LM head differ from the logits of the
                 # fused LM head. So the fused LM head computes the reference, too
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)

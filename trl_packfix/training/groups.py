@@ -27,7 +27,7 @@ class SamePackCheck:
         self._data = data
         self.num_remaining_steps = 0
 
-    def start(self) -> None:
+    def start_training(self) -> None:
         """Set the number of optimizer steps to check. Called before training."""
         self.num_remaining_steps = 0
         if self._data.ranks.may_share:

@@ -3,9 +3,10 @@
 The trainer (`trainer.py`) constructs one `TrainingData`, which takes these steps:
 
     1. At construction, before the model is loaded, it checks which datasets were given.
-    2. `attach`, once TRL has tokenised them and loaded the model, lets the training set be read, and makes the collator
+    2. `prepare_run`, once TRL has tokenised them and loaded the model, reads the training set, and makes the collator
        and the packed model (`isolation/packed_model.py`).
-    3. `packed_loader`, when training starts, returns the loader and sets the packing report.
+    3. When training starts, `refresh` reads the training set again if the user has replaced it, and `packed_loader`
+       returns the loader and sets the packing report.
 
 The training set is a `Source` (`source.py`): a table (`table_source.py`) or a stream (`stream_source.py`).
 
@@ -88,13 +89,13 @@ class TrainingData(TrainerPart):
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
         self.images = TextData(trainer)
         self._rows = PackedDataCollator()  # makes the text of packs in training
-        self.turns: PerTurnCounts | None = None
-        self.report: DataReport | None = None  # whether every text of the training set is in the tokens once
-        self.trained = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
+        self.turn_counts: PerTurnCounts | None = None
+        self.data_report: DataReport | None = None  # whether every text of the training set is in the tokens once
+        self.trained_summary = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
         self.source: Source = source_class(train_dataset)(trainer, self)
         self.packs_images = args.packing and has_images(train_dataset)
 
-    def attach(self) -> None:
+    def prepare_run(self) -> None:
         """Read the training set, and prepare the model for packs."""
         trainer = self._trainer
         args = self.args
@@ -119,14 +120,14 @@ class TrainingData(TrainerPart):
             # TRL does not prepare datasets with images, so the data were not proved by `make_samples`
             if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
-                self.report = report if dataset is trainer.train_dataset else self.report
+                self.data_report = report if dataset is trainer.train_dataset else self.data_report
         self._read_training_set()
         if args.packing:
             trainer.packed_model = self.make_packed_model()
         self.constructed_with = checks.ModelInit(args, trainer.model)
 
     @property
-    def leaves_images(self) -> bool:
+    def leaves_images_to_trl(self) -> bool:
         """Whether rows have images, of which TRL makes batches, because they are not packed."""
         return self._trainer._is_vision_dataset and not self.packs_images
 
@@ -159,11 +160,11 @@ class TrainingData(TrainerPart):
         """
         dataset = self._trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
-            return self.trained.line(0, 0)
+            return self.trained_summary.line(0, 0)
         counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
-        return self.trained.line(counts.trained_tokens, counts.tokens)
+        return self.trained_summary.line(counts.trained_tokens, counts.tokens)
 
-    def start(self) -> None:
+    def refresh(self) -> None:
         """Refuse settings that were changed since construction, and read a training set that was replaced."""
         trainer = self._trainer
         args = self.args
@@ -181,20 +182,20 @@ class TrainingData(TrainerPart):
             checks.settings_of_trainer(type(trainer), {"args": args, "model": trainer.model, "train_dataset": dataset})
         )
         checks.check_weights(args, trainer.train_dataset)
-        self.turns = None
-        self.report = None
-        self.trained = replace(self.trained, counts=None)
+        self.turn_counts = None
+        self.data_report = None
+        self.trained_summary = replace(self.trained_summary, counts=None)
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
         """Return the loader of packs of the training set, and set the packing report of the trainer."""
         loader, report = self.source.packed_loader()
         model = describe_model(self._trainer.model)
-        self._trainer.packing_report = replace(report, model=model, trained=self.trained, data=self.report)
+        self._trainer.packing_report = replace(report, model=model, trained=self.trained_summary, data=self.data_report)
         return loader
 
     @property
-    def packing_of_run(self) -> dict[str, Any]:
+    def packing_arguments(self) -> dict[str, Any]:
         """The arguments of the planner that model, engine and ranks decide, and not the config."""
         return {
             "cost_model": self.cost_model,

@@ -54,7 +54,7 @@ NUM_DUMMY_TOKENS = 2
 
 
 class Objective(TrainerPart):
-    """The training loss of a trainer, and the metrics in its log. `attach` prepares the model, once it is loaded."""
+    """The training loss of a trainer, and the metrics in its log."""
 
     totals: TrainingTotals  # tokens are counted without padding and dummies, and are exact at each log and checkpoint
 
@@ -63,11 +63,11 @@ class Objective(TrainerPart):
         self._data = data
         self._loss_of_user = compute_loss_func
         self.summed_by_ranks: list[nn.Parameter] = []  # transformers sums their gradients after each backward
-        self.values_of_batch: dict[str, Tensor] = {}  # weights and sources of the documents of the current batch
-        self.has_own_logits = True  # the loss is computed of the logits of the model's own forward
-        self.same_pack = SamePackCheck(data)
+        self.row_values: dict[str, Tensor] = {}  # weights and sources of the documents of the current batch
+        self.fused_head_is_exact = True  # the loss is computed of the logits of the model's own forward
+        self.same_pack_check = SamePackCheck(data)
 
-    def attach(self) -> None:
+    def prepare_model(self) -> None:
         """Prepare the model for this loss, and create the totals of tokens."""
         trainer = self._trainer
         args = self.args
@@ -89,7 +89,7 @@ class Objective(TrainerPart):
 
         It does not for unpacked rows with images, nor under TRL's own sequence parallelism.
         """
-        return not self._data.leaves_images and self._trainer.get_sp_size() == 1
+        return not self._data.leaves_images_to_trl and self._trainer.get_sp_size() == 1
 
     @property
     def smoothing(self) -> float:
@@ -99,30 +99,30 @@ class Objective(TrainerPart):
 
     # The loss
 
-    def start(self) -> None:
-        """Prepare the model and the totals again when training starts, because both may have changed since `attach`."""
+    def start_training(self) -> None:
+        """Prepare the model and the totals again, because both may have changed since the trainer was constructed."""
         score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
         source = self._data.source
         self.totals.set_sources(source.row_values.names, source.numbered_sources)
-        self.same_pack.start()
+        self.same_pack_check.start_training()
         self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._trainer.model))
 
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
-        """Move the weights and sources of documents from a batch to `values_of_batch`.
+        """Move the weights and sources of documents from a batch to `row_values`.
 
         No model accepts them, and DeepSpeed would round them to half precision.
         """
-        self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
-        names = self.values_of_batch.get(SOURCES)
+        self.row_values = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
+        names = self.row_values.get(SOURCES)
         numbered = self._data.source.numbered_sources
         if isinstance(names, list) and numbered is not None:
-            self.values_of_batch[SOURCES] = numbered.number_sources(names)
+            self.row_values[SOURCES] = numbered.number_sources(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
         """Return the source of each value that `targets.select` returns; None if the batch has no sources."""
-        if SOURCES not in self.values_of_batch:
+        if SOURCES not in self.row_values:
             return None
-        return self.values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
+        return self.row_values[SOURCES].to(targets.documents.device)[targets.documents]
 
     def compute_loss(
         self,
@@ -226,7 +226,7 @@ class Objective(TrainerPart):
             values = values / targets.trained.clamp(min=1)[targets.documents]
             count = (targets.trained > 0).sum()
             num_items = None if num_items is None else self._num_documents
-        weights = self.values_of_batch.get(WEIGHTS)
+        weights = self.row_values.get(WEIGHTS)
         if weights is not None:
             values = values * weights.to(targets.documents.device)[targets.documents]
             count = self._total_weight(weights, targets.trained)

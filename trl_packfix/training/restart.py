@@ -38,7 +38,7 @@ class Restart(TrainerPart):
     """The state that a trainer saves for a restart. A resumed run continues exactly, or is refused."""
 
     resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
-    read_from: str | None  # the checkpoint whose weights were read last
+    weights_folder: str | None  # the checkpoint whose weights were read last
 
     def __init__(self, trainer: TrainerView, data: TrainingData):
         super().__init__(trainer)
@@ -163,14 +163,14 @@ class Restart(TrainerPart):
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 
-    def position(self, values: tuple[int, int]) -> tuple[int, int]:
+    def resume_position(self, values: tuple[int, int]) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
 
         Where no plan is resumed, return `values`, which transformers has computed.
         """
         if self.resumed is None or self.args.ignore_data_skip:
             return values
-        return self._data.source.position(values, self.resumed[1])
+        return self._data.source.resume_position(values, self.resumed[1])
 
     def resume_loader(self, checkpoint: str | None, max_steps: int) -> None:
         """Let the loader continue from the position saved in `checkpoint`."""

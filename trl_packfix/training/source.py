@@ -40,13 +40,13 @@ class LoadingView(Protocol):
         images: reads datasets and collates documents. `ImageData` is for rows with images, `TextData` for all others.
         ranks: the place of this process among the data-parallel ranks.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
-        turns: how many conversations were read, and how many samples their turns became; None without `per_turn`.
+        turn_counts: how many conversations were read, and how many samples their turns became; None without `per_turn`.
     """
 
     images: TextData
     ranks: DataRanks
     vocab_size: int | None
-    turns: PerTurnCounts | None
+    turn_counts: PerTurnCounts | None
 
     @property
     def unpacked_counts_first(self) -> bool:
@@ -57,7 +57,7 @@ class LoadingView(Protocol):
         """The names of the columns of weights and origins in the dataset, by their keys in a batch."""
 
     @property
-    def packing_of_run(self) -> dict[str, Any]:
+    def packing_arguments(self) -> dict[str, Any]:
         """The arguments of the planner that model, engine and ranks decide, and not the config."""
 
     @property
@@ -182,14 +182,14 @@ class Source(ABC):
             resumed: the checkpoint and its state; None for a fresh run, and with `ignore_data_skip`.
         """
 
-    def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the values of `Trainer.set_initial_training_values`, with the epochs and steps of this run.
 
         The first value is the number of epochs, and the last is the number of optimizer steps, `max_steps`.
         """
         return values
 
-    def position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
+    def resume_position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
 
         Args:
@@ -198,7 +198,7 @@ class Source(ABC):
         """
         return values
 
-    def steps_of(self, epoch: int) -> int | None:
+    def num_steps_of_epoch(self, epoch: int) -> int | None:
         """Return the number of optimizer steps of an epoch; None if all epochs have the same number."""
         return None
 

@@ -66,7 +66,7 @@ class StreamSource(Source):
         data = self._data
         stream = self.stream = PackedStream(
             self._trainer.train_dataset,
-            packing_of(args, **data.packing_of_run),
+            packing_of(args, **data.packing_arguments),
             rank=data.ranks.rank,
             rows=data.images.of_stream(data.vocab_size),
             pad_token_id=self._trainer._tokenizer.pad_token_id,

@@ -76,7 +76,7 @@ class TableSource(Source):
             self.reader = self._data.images.read(dataset, "train")
             self.row_values = self.row_values.select(self.reader.conversations)
             # Rows with images are cut into turns by their reader, which then has the counts. Text was cut before
-            self._data.turns = self.reader.turns or self._data.turns
+            self._data.turn_counts = self.reader.turns or self._data.turn_counts
             with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
                 self.documents = documents_of(self.reader, args)
             check_same_documents(self.documents, "The training set", args.world_size)
@@ -94,7 +94,7 @@ class TableSource(Source):
 
     def make_planner(self) -> EpochPlanner:
         """Return a planner of the packs of this run."""
-        return make_planner(self.args, self.documents, **self._data.packing_of_run)
+        return make_planner(self.args, self.documents, **self._data.packing_arguments)
 
     def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
         with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
@@ -105,7 +105,7 @@ class TableSource(Source):
             if self.args.process_index == 0:
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self._data.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
-            report = replace(broadcast_object_list(reports)[0], turns=self._data.turns, max_steps=max_steps)
+            report = replace(broadcast_object_list(reports)[0], turns=self._data.turn_counts, max_steps=max_steps)
         sampler = PackedBatchSampler(planner, self._data.ranks.rank)
         collate = self._data.training_collator(self._data.value_columns)
         return self._data.make_loader(self._document_dataset(), sampler, collate), report
@@ -146,7 +146,7 @@ class TableSource(Source):
         """The planner, if epochs differ in steps, because one was trained in part under another plan; else None."""
         return None if self.planner is None or self.planner.is_even else self.planner
 
-    def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         planner = self._planner_if_uneven
         if planner is None:
             return values
@@ -157,7 +157,7 @@ class TableSource(Source):
             return last_epoch + 1, *values_between, max_steps
         return epochs, *values_between, planner.total_steps(self.args.num_train_epochs)
 
-    def position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
+    def resume_position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
         planner = self.planner
         if planner is None:
             return values
@@ -175,7 +175,7 @@ class TableSource(Source):
             )
         return epoch, done * self.args.gradient_accumulation_steps
 
-    def steps_of(self, epoch: int) -> int | None:
+    def num_steps_of_epoch(self, epoch: int) -> int | None:
         planner = self._planner_if_uneven
         return None if planner is None else planner.steps_of(epoch)
 

@@ -3,22 +3,25 @@
 The class overrides methods of TRL's `SFTTrainer` and of transformers' `Trainer`. Each override calls one of the parts
 below and then, in most cases, the method that it overrides. The parts hold the trainer and do the work:
 
-    data                 `loading.py`     the tokenised table, its documents, the plan, the loaders, the packed model
+    data                 `loading.py`     the documents of the training set, the loaders, the packed model
     training_objective   `objective.py`   the loss of a micro-batch, the counts of an optimizer step, the log
-    user_code            `user_code.py`   losses, steps and hooks that the user brings: what they get, what is said
+    user_code            `user_code.py`   which batches the losses and steps of the user's own code get
     evaluation           `evaluation.py`  every document once, metrics from the totals of a whole set
-    restart              `restart.py`     what a checkpoint says of the plan, and how a training run continues
+    restart              `restart.py`     what a checkpoint says of the trained documents, and how a run continues
 
-A training run goes from top to bottom through this file. The constructor checks the settings and lets TRL construct
-itself. TRL calls `_prepare_dataset` for each dataset; it tokenises, and neither cuts nor packs. `train` chooses the
-checkpoint. transformers calls `get_train_dataloader` for the loader, which plans the packs. Before the first optimizer
-step the callbacks prove on the user's model that documents in packs do not influence each other (`callbacks.py`). Then,
-for each optimizer step, transformers fetches micro-batches (`get_batch_samples`), counts their trained tokens, and
-calls `training_step` and `compute_loss` for each. Evaluation and checkpoints come between steps.
+A training run goes from top to bottom through this file:
 
-Words: a *row* is an example of the user's dataset; a *document* is one training example as the model reads it; a *pack*
-is one sequence of several documents that the model reads together; a *span* is the part of a row that a document has; a
-*run* is a training run.
+    1. The constructor checks the settings and lets TRL load the model. TRL calls `_prepare_dataset` for each dataset,
+       which tokenises the rows. Rows are cut into documents later, and documents are packed later.
+    2. `train` chooses the checkpoint. transformers calls `get_train_dataloader`, which plans the packs.
+    3. Before the first optimizer step the callbacks prove on the user's model that documents in packs do not influence
+       each other (`callbacks.py`).
+    4. For each optimizer step transformers fetches micro-batches and counts their trained tokens (`get_batch_samples`).
+       For each micro-batch it calls `training_step`, which calls `compute_loss`.
+    5. Evaluation and checkpoints come between optimizer steps.
+
+Words: a *row* is an example of the user's dataset; a *document* is one training example as the model reads it, a row or
+a part of a row; a *pack* is one sequence of several documents that the model reads together.
 """
 
 import copy
@@ -97,20 +100,22 @@ class SFTTrainer(trl.SFTTrainer):
     Drop-in replacement for [`trl.SFTTrainer`]: the same arguments, the same dataset forms, packing that keeps documents
     apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
 
-    With `packing=True` (or `padding_free=True`) the tokenised table stays as it is, one row per example; packs are
-    planned from lengths and read as spans. Each is one row of at most `per_device_train_batch_size * max_length`
-    tokens, with its document boundaries. See [`SFTConfig`] for the fields of packing.
+    With `packing=True` (or `padding_free=True`) the tokenised table stays as it is, one row per example. Packs are
+    planned from the lengths of its documents. A pack becomes a batch of shape (1, T) with the boundaries of its
+    documents, where T is at most `per_device_train_batch_size * max_length`. See [`SFTConfig`] for the fields of
+    packing.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): as in TRL.
         args ([`SFTConfig`], [`trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
-            TRL's `SFTConfig` keeps its meaning: its default `packing_strategy="bfd"` is bfd. It is not modified.
+            The settings, which are not modified. In TRL's `SFTConfig`, fields that the user leaves unset keep TRL's
+            defaults (`packing_strategy="bfd"`).
 
     All other arguments are those of [`trl.SFTTrainer`]. A `data_collator` is refused with packing.
 
     Attributes:
         packing_report ([`PackingReport`] or None): what packing did. None until training starts, and without packing.
-        packed_model: what packed batches run on; only with packing.
+        packed_model: makes the model compute the documents of a pack separately; only with packing.
 
     Example:
 
@@ -138,7 +143,7 @@ class SFTTrainer(trl.SFTTrainer):
     evaluation: Evaluation
     restart: Restart
 
-    @partial(with_hints, fields=SFTConfig.__dataclass_fields__)
+    @partial(with_hints, fields=SFTConfig.__dataclass_fields__)  # hints for arguments that another trainer has
     def __init__(  # noqa: PLR0913 - the signature of TRL
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -168,59 +173,67 @@ class SFTTrainer(trl.SFTTrainer):
             args.packing_strategy = "minibatch"
         train_dataset = without_format(train_dataset)
         eval_dataset = without_format(eval_dataset)
-        if formatting_func is None and (processing_class is None or isinstance(processing_class, ProcessorMixin)):
+        may_have_processor = processing_class is None or isinstance(processing_class, ProcessorMixin)
+        if may_have_processor and formatting_func is None:
+            # Images that messages name by a path become a column of images, as TRL's vision collator reads it
             train_dataset = with_named_images(train_dataset, "train")
             eval_dataset = with_named_images(eval_dataset, "eval")
         arguments |= {"args": args, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
         checks.check_before_loading(checks.settings_of_trainer(type(self), arguments))
         if args.use_liger_kernel:
-            # As TRL does from 1.16 on: its default is a loss that replaces the model's forward
+            # As TRL does from 1.16 on: Liger's default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         checks.check_datasets(args, train_dataset, eval_dataset, is_formatted=formatting_func is not None)
         if args.packing:
-            # Packs have no padding, and for this setting TRL would build another collator
+            # For `padding_free` TRL would build its own collator of packs
             args.padding_free = False
 
-        # 2. The parts are made before TRL is constructed, because TRL prepares the datasets in its constructor.
+        # 2. The parts are made before TRL is constructed, because TRL prepares the datasets in its constructor. Two
+        # parts get this class: a method that the trainer does not have from it was replaced by the user.
         self.packing_report = None
         self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.training_objective = Objective(self, data, compute_loss_func)
         self.user_code = UserCode(self, SFTTrainer, self.training_objective.dummy_loss)
-        self.evaluation = Evaluation(self, data, self.training_objective, own=SFTTrainer)
+        self.evaluation = Evaluation(self, data, self.training_objective, package_class=SFTTrainer)
         self.restart = Restart(self, data)
-        self._has_own_collator = data_collator is not None
+        self._has_user_collator = data_collator is not None
         self._flops_per_token: int | None = None  # by transformers' rule; None: not counted in this training
-        # TRL prepares the training set first. Its name does not tell: an evaluation set may be named "train", too.
-        self._prepares_training_set = True
-        self._assistant_only = args.assistant_only_loss
+        # Whether the next dataset that TRL prepares is the training set, which comes first. The name of a dataset does
+        # not say it, because the user may give an evaluation set the name "train".
+        self._is_training_set_next = True
+        self._assistant_only_loss = args.assistant_only_loss
 
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
-        # `assistant_only_loss` with most chat templates; this package does both itself.
-        shown: dict[str, Any] = {"packing": args.packing and not data.packs_images, "assistant_only_loss": False}
-        # `saves_varlen_attention` names the attention of packs to TRL's selective checkpointing, so that it runs once.
+        # `assistant_only_loss` with most chat templates. This package does both itself, and hides the settings.
+        values_for_trl: dict[str, Any] = {
+            "packing": args.packing and not data.packs_images,
+            "assistant_only_loss": False,
+        }
         if args.packing:
-            # accelerate compiles no whole model; `CompileLayers` compiles layers
-            shown |= {"torch_compile_backend": None, "torch_compile_mode": None}
-        with settings_hidden_from_trl(args, **shown), saves_varlen_attention:
+            # Then accelerate does not compile the whole model. `CompileLayers` compiles its layers.
+            values_for_trl |= {"torch_compile_backend": None, "torch_compile_mode": None}
+        # With `saves_varlen_attention`, TRL's selective checkpointing does not compute the attention of packs twice.
+        with settings_hidden_from_trl(args, **values_for_trl), saves_varlen_attention:
             super().__init__(**arguments)
 
         # 4. What needs the loaded model and the prepared datasets. Some models name layers for FSDP that they do not
         # have; `name_wrapped_layers` leaves these out.
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
-        if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
+        if self._assistant_only_loss and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
+            # Rows with images are tokenised by the collator, so the collator masks what is not trained.
             rule = TurnRule.from_args(args)
             self.data_collator = masking_collator(self.data_collator, rule)
-            data.trained = replace(data.trained, counts=count_turns_of_images(train_dataset, rule))
-        data.attach()
-        self.training_objective.attach()
+            data.trained_summary = replace(data.trained_summary, counts=count_turns_of_images(train_dataset, rule))
+        data.prepare_run()
+        self.training_objective.prepare_model()
 
         # 5. Callbacks run the proofs before training and before the first optimizer step.
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
         self.add_callback(CheckAdapterGradients())
         if args.packing:
-            for callback in data.source.callbacks():
+            for callback in data.source.callbacks():  # a stream has a callback of its own
                 self.add_callback(callback)
-            # Not `self.training_step`: a subclass may count or log in its own
+            # The method of this class, because the method of a subclass may count or log.
             training_step = partial(SFTTrainer.training_step, self)
             self.first_step = FirstStep(self, data, self.training_objective, training_step=training_step)
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
@@ -241,31 +254,34 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> AnyDataset:
         """Tokenise a dataset and build its labels, without packing it, and without cutting rows that will be packed.
 
-        Documents are cut later, as spans of rows (`data/documents.py`), so that what is cut can be counted.
+        Rows are cut into documents later (`data/documents.py`), so that what is cut can be counted.
 
         Returns:
-            The rows with `input_ids` and, unless the reader makes them, `labels`. A table that is tokenised already
-            and has no labels is returned as it is, shuffled if `shuffle_dataset` is set.
+            The rows with `input_ids` and `labels`. A table that is tokenised already and has no labels is returned
+            without them, shuffled if `shuffle_dataset` is set. The reader of the table makes its labels.
 
         Raises:
             ValueError: a row or a column cannot be trained; the message names the first rows.
         """
-        is_training_set = self._prepares_training_set
-        self._prepares_training_set = False
+        is_training_set = self._is_training_set_next
+        self._is_training_set_next = False
         args = copy.copy(args)
-        args.assistant_only_loss = self._assistant_only
+        args.assistant_only_loss = self._assistant_only_loss  # the constructor has hidden it from TRL
         dataset = without_format(dataset)  # the constructor has not seen a dataset that is given to `evaluate`
         check_rows(dataset, dataset_name)
         is_tokenised = "input_ids" in get_dataset_column_names(dataset)
+
+        # A tokenised table is checked. TRL would write its tokens a second time as labels, row by row. Without labels
+        # and with at most one mask, the reader makes the same labels from the tokens. Two masks TRL must combine.
         if is_tokenised and isinstance(dataset, Dataset):
             check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
             if packing and formatting_func is None and "labels" not in dataset.column_names:
                 dataset = without_ignored_mask(dataset, self.completion_only_loss)
-                # With two masks TRL combines them; with one or none the reader computes the same labels.
                 if len(mask_columns(dataset)) < 2:
-                    # TRL would write all tokens a second time as labels, row by row. The reader makes labels instead.
                     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
-        if not is_tokenised and not has_transform(dataset):  # TRL refuses a dataset with a transform
+
+        # Other rows are tokenised here. TRL refuses a dataset with a transform, so it gets the dataset as it is.
+        if not is_tokenised and not has_transform(dataset):
             completion_only_loss = self.completion_only_loss
             if is_training_set and args.completion_only_loss is None:
                 # In each row that has a completion, train only the completion. TRL decides by the first row alone.
@@ -285,11 +301,16 @@ class SFTTrainer(trl.SFTTrainer):
             dataset = prepared.rows
             formatting_func = None
             if is_training_set:
-                self.data.report = prepared.data
-                self.data.turns = prepared.turns
-                self.data.trained = replace(self.data.trained, counts=prepared.masked)
-        if packing or (not is_training_set and not self._has_own_collator):
-            # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
+                # Three findings for the packing report: whether all texts are in the tokens, into how many samples
+                # conversations were split, and how many assistant turns are trained.
+                self.data.data_report = prepared.data
+                self.data.turn_counts = prepared.turns
+                self.data.trained_summary = replace(self.data.trained_summary, counts=prepared.masked)
+
+        # TRL does the rest: shuffling, and truncation where this package does not cut rows into documents later.
+        reads_evaluation_set = not is_training_set and not self._has_user_collator
+        if packing or reads_evaluation_set:
+            # With a `max_length` TRL would truncate, and drop rows without a trained token.
             args.max_length = None
         prepared_by_trl = super()._prepare_dataset(
             dataset, processing_class, args, False, formatting_func, dataset_name
@@ -305,7 +326,7 @@ class SFTTrainer(trl.SFTTrainer):
         values = [self.args.weight_column, self.args.source_column]
         self._signature_columns = known + [name for name in values if name is not None and name not in known]
 
-    # Training
+    # The start of training
 
     def train(
         self,
@@ -326,7 +347,7 @@ class SFTTrainer(trl.SFTTrainer):
         checkpoint = self.restart.choose(resume_from_checkpoint)
         say_deepspeed_offloads(self.accelerator)
         try:
-            # Dummies are batches without a trained token, which a loss or step of the user must not get.
+            # A loss or step of the user must not get dummies, which are batches without a trained token.
             compiles = self.args.packing and self.args.torch_compile
             with compiles_layers_of_packs(compiles), self.user_code.without_dummies():
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -336,81 +357,112 @@ class SFTTrainer(trl.SFTTrainer):
                 self.packed_model.restore_own_attention()
                 self._compile_layers.undo()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load weights, and note the folder for `_issue_warnings_after_load`."""
+        self.restart.weights_folder = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load weights that transformers has saved under other names than the model has; it would only warn."""
+        if load_result.unexpected_keys:
+            load_renamed_weights(base_model(self.model), str(self.restart.weights_folder))
+        else:
+            super()._issue_warnings_after_load(load_result)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of packs, or TRL's loader without packing. Plans the packs of the first epoch."""
-        self.data.start()
+        self.data.refresh()  # the user may have replaced the dataset since the constructor
         loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
-        self.restart.check_training_set()
+        self.restart.check_training_set()  # a checkpoint must have the same documents, of which it continues the plan
         return loader
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader[Any], resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader[Any]]:
-        """Wrap the model as transformers does, and set a stream to the position of the checkpoint.
+        """Let transformers wrap the model in its engine, and set a stream to the position of the checkpoint.
 
         transformers has no other method that gets both the checkpoint and the loader.
         """
         # accelerate marks a model that it has prepared for evaluation, and would then not wrap it for DDP.
         if forget_evaluation(self.accelerator, self.model):
             self.model_wrapped = self.model
-        self.training_objective.start()
+        self.training_objective.start_training()
         self._flops_per_token = None
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.restart.resume_loader(resume_from_checkpoint, max_steps)
         return model, loader
 
-    # The three methods below tell transformers the number of optimizer steps of each epoch. It assumes that all epochs
-    # have the same number, but each epoch of packs has its own plan.
+    # The three methods below tell transformers the number of optimizer steps of each epoch. transformers assumes that
+    # all epochs have the same number. An epoch that resumes on another number of ranks has another number, because its
+    # remaining documents are planned anew.
 
     def set_initial_training_values(self, *arguments: Any) -> tuple[Any, ...]:
-        """Return the numbers of epochs and steps that transformers computes, with those of the plans in their place."""
-        return self.data.source.training_values(super().set_initial_training_values(*arguments))
+        """Return the values that transformers computes, with the numbers of epochs and steps of the planned packs."""
+        return self.data.source.correct_training_values(super().set_initial_training_values(*arguments))
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
-        return self.restart.position(super()._init_training_state(*arguments))
+        return self.restart.resume_position(super()._init_training_state(*arguments))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch with the number of optimizer steps that its plan has."""
-        num_steps = self.data.source.steps_of(kwargs["epoch"])
+        num_steps = self.data.source.num_steps_of_epoch(kwargs["epoch"])
         if num_steps is not None:
             micro_batches = num_steps * self.args.gradient_accumulation_steps
             kwargs |= {"num_update_steps_per_epoch": num_steps, "steps_in_epoch": micro_batches}
         super()._run_epoch(*args, **kwargs)
 
-    # One optimizer step: fetch its micro-batches and count their tokens; then, for each, inputs, step and loss.
+    # One optimizer step. transformers fetches its micro-batches and counts their tokens. Then, for each micro-batch, it
+    # calls `training_step`, which prepares the inputs and computes the loss.
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Move a micro-batch to the device, without the weights and sources of its rows, which the loss reads."""
-        self.training_objective.pop_row_values(inputs)
-        return super()._prepare_inputs(inputs)
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Fetch the micro-batches of an optimizer step.
+
+        Returns:
+            The micro-batches, and the number of trained tokens in them over all ranks; None if the loss needs no such
+            number.
+        """
+        if self.args.packing and self.state.global_step >= self.state.max_steps:
+            # The run was resumed after its last step. transformers compares `max_steps` only after a step.
+            self.control.should_training_stop = True
+            return [], None
+        self.training_objective.totals.start_fetch()
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        # First, ranks that share a pack check that they have read the same pack. Then the batches of the user's code
+        # are counted. At last, a document twice as long as all before is computed packed and unpacked, and compared.
+        self.training_objective.same_pack_check.check(batches)
+        self.user_code.begin_step(batches)
+        if self.args.packing:
+            self.first_step.compare_longer(batches)
+        return batches, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        """Count the trained tokens of an optimizer step over all ranks; None if transformers does not count them."""
+        count_by_transformers = super()._get_num_items_in_batch
+        return self.training_objective.count_step(
+            batch_samples, device, lambda batches: count_by_transformers(batches, device)
+        )
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch as transformers does; return its loss.
 
-        Under tensor parallelism transformers sums the gradients of some parameters over ranks after each backward, with
-        what earlier micro-batches have added. `summed_once` lets each gradient be summed once.
+        Under tensor parallelism transformers sums the gradients of some parameters over ranks after each backward
+        (`summed_by_ranks`), and so sums the gradients of earlier micro-batches again. `summed_once` prevents this.
+        `train_mode_kept` saves the time of setting all modules to train mode again.
         """
         with summed_once(self.training_objective.summed_by_ranks), train_mode_kept(model):
             return super().training_step(model, *args, **kwargs)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return the FLOPs of a micro-batch as transformers computes them, but count the parameters once per run."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if tokens is None:
-            return super().floating_point_ops(inputs)
-        if self._flops_per_token is None:
-            self._flops_per_token = super().floating_point_ops(inputs) // tokens.numel()
-        return self._flops_per_token * tokens.numel()
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a micro-batch to the device.
 
-    @contextmanager
-    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        """Reduce gradients in every micro-batch where `summed_once` is needed.
-
-        A gradient whose reduction FSDP defers is in a buffer that `summed_once` cannot reach.
+        The weights of its documents and the names of their data sets (`weight_column`, `source_column`) are taken out
+        for the loss, because no model accepts them.
         """
-        with nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction():
-            yield
+        self.training_objective.pop_row_values(inputs)
+        return super()._prepare_inputs(inputs)
 
     def compute_loss(
         self,
@@ -428,35 +480,16 @@ class SFTTrainer(trl.SFTTrainer):
         check_one_document_per_row(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Fetch the micro-batches of an optimizer step.
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Reduce gradients in every micro-batch where `summed_once` is needed.
 
-        Returns:
-            The micro-batches, and the number of trained tokens in them over all ranks; None if the loss needs no such
-            number.
+        A gradient whose reduction FSDP defers is in a buffer that `summed_once` cannot reach.
         """
-        if self.args.packing and self.state.global_step >= self.state.max_steps:
-            # The run was resumed after its last step. transformers compares `max_steps` only after a step.
-            self.control.should_training_stop = True
-            return [], None
-        self.training_objective.totals.start_fetch()
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        # Ranks that share a pack compare it. Then the user's code is set up for these batches. At last, documents that
-        # are twice as long as any before are trained packed and unpacked once more, and compared.
-        self.training_objective.same_pack.check(batches)
-        self.user_code.begin_step(batches)
-        if self.args.packing:
-            self.first_step.compare_longer(batches)
-        return batches, num_items
+        with nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction():
+            yield
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
-        """Count the trained tokens of an optimizer step over all ranks; None if transformers does not count them."""
-        count_by_transformers = super()._get_num_items_in_batch
-        return self.training_objective.count_step(
-            batch_samples, device, lambda batches: count_by_transformers(batches, device)
-        )
+    # Numbers for the log
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Leave the count of tokens to `Objective` where it counts them.
@@ -465,6 +498,15 @@ class SFTTrainer(trl.SFTTrainer):
         """
         if not self.training_objective.replaces_trl_loss:
             super()._track_num_input_tokens(inputs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return the FLOPs of a micro-batch as transformers computes them, but count the parameters once per run."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if tokens is None:
+            return super().floating_point_ops(inputs)
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) // tokens.numel()
+        return self._flops_per_token * tokens.numel()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log what transformers logs, with the numbers of packing and the exact counts of tokens."""
@@ -480,16 +522,17 @@ class SFTTrainer(trl.SFTTrainer):
             eval_dataset: a dataset, the name of one of the evaluation sets, or None for the set of the constructor.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self.data.constructed_with.check(self.args, model)
+        self.data.constructed_with.check(self.args, model)  # refuses another model and changed settings
         evaluation_sets: Any = self.eval_dataset  # a dataset, or several by name
         dataset = evaluation_sets if eval_dataset is None else eval_dataset
         dataset = evaluation_sets[dataset] if isinstance(dataset, str) else dataset
-        loader = self.evaluation.loader(dataset, needs_logits=self.compute_metrics is not None, prepares=True)
+        needs_logits = self.compute_metrics is not None
+        loader = self.evaluation.make_loader(dataset, needs_logits=needs_logits, must_be_prepared=True)
         return super().get_eval_dataloader(eval_dataset) if loader is None else loader
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader[Any]:
         """Return the loader of `predict`, which has every document once; TRL's loader where that cannot be."""
-        loader = self.evaluation.loader(test_dataset, needs_logits=True, prepares=False)
+        loader = self.evaluation.make_loader(test_dataset, needs_logits=True, must_be_prepared=False)
         return super().get_test_dataloader(test_dataset) if loader is None else loader
 
     def evaluation_loop(
@@ -517,7 +560,13 @@ class SFTTrainer(trl.SFTTrainer):
             return self.evaluation.predict(model, inputs, prediction_loss_only)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    # Checkpoints
+    # Checkpoints. transformers calls these methods in this order; the best checkpoint is loaded after training.
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        """Save a checkpoint. Its folder is marked as unfinished until `_save_rng_state` has written the last files."""
+        self.restart.begin_checkpoint(trial)
+        self.training_objective.gather_totals()  # the checkpoint counts the tokens since the last log, too
+        super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as [`~transformers.Trainer.save_model`] does; under FSDP, too, it is saved as a whole.
@@ -528,33 +577,17 @@ class SFTTrainer(trl.SFTTrainer):
         with nullcontext() if _internal_call else whole_model_saved(plugin):
             super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Save a checkpoint between the two halves of `Restart`, which says at the end that it is whole."""
-        self.restart.begin_checkpoint(trial)
-        self.training_objective.gather_totals()  # tokens since the last log count, too
-        super()._save_checkpoint(model, trial)
-
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random states, and then the state of the plan: transformers writes nothing more on this rank."""
+        """Save the random states, the last files that every rank writes, and then the state of the plan."""
         super()._save_rng_state(output_dir)
         self.restart.end_checkpoint(output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load weights, and note the folder for `_issue_warnings_after_load`."""
-        self.restart.read_from = resume_from_checkpoint
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, and note its folder for `_issue_warnings_after_load`."""
-        self.restart.read_from = self.state.best_model_checkpoint
+        self.restart.weights_folder = self.state.best_model_checkpoint
         super()._load_best_model()
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Load weights that transformers has saved under other names than the model has; it would only warn."""
-        if load_result.unexpected_keys:
-            load_renamed_weights(base_model(self.model), str(self.restart.read_from))
-        else:
-            super()._issue_warnings_after_load(load_result)
+    # After training
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: Any = None, tags: str | list[str] | None = None
