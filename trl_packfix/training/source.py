@@ -5,8 +5,8 @@ by epoch. A *stream* (`stream_source.py`) is read and packed while the model tra
 `Source` and does not know which of the two it is: `loading.py` makes it, and takes the loader of packs from it;
 `restart.py` saves and continues its position; the loss and the proofs read how it packs.
 
-A *document* is one training example as the model reads it; a *pack* is a row of documents that the model reads
-together.
+A *document* is one training example as the model reads it; a *pack* is one sequence of several documents that the model
+reads together. With sequence parallelism several ranks share a pack, and their number is its *degree*.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ class LoadingView(Protocol):
     """The members of `TrainingData` (`loading.py`) that a source uses.
 
     Attributes:
-        images: reads datasets and collates documents. `ImageData` is for rows with images, `TextData` for all others.
+        images: reads datasets and collates documents; an `ImageData` if rows have images, else a `TextData`.
         ranks: the place of this process among the data-parallel ranks.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
         turn_counts: how many conversations were read, and how many samples their turns became; None without `per_turn`.
@@ -50,34 +50,43 @@ class LoadingView(Protocol):
 
     @property
     def unpacked_counts_first(self) -> bool:
-        """Whether TRL without packing counts the first label of each row as a target, though it is not trained."""
+        """Whether TRL's loss without packing divides by a count that includes the first label of each row.
+
+        No token predicts the first token of a row, so this label is never trained. The report says the difference.
+        """
 
     @property
     def value_columns(self) -> dict[str, str]:
-        """The names of the columns of weights and origins in the dataset, by their keys in a batch."""
+        """The columns of the dataset with weights and sources of rows, by the keys that they have in a batch."""
 
     @property
     def packing_arguments(self) -> dict[str, Any]:
-        """The arguments of the planner that model, engine and ranks decide, and not the config."""
+        """The arguments of `make_planner` and `packing_of` that follow from the model, the engine and the ranks."""
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """The device, whether memory is pinned, and the number of workers of loaders."""
+        """The device, whether memory is pinned, and the number of workers, as arguments of `document_loader`."""
 
     @property
     def worker_kwargs(self) -> dict[str, Any]:
-        """The user's settings of the workers of loaders."""
+        """The user's settings of the workers, as arguments of `document_loader`."""
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
         """Return the collator that turns the documents of a pack into a batch.
 
         Args:
-            keys: the keys of the row values (weights, origins) that the batch also has.
-            names_sources: whether documents have the names of their origins and not numbers, as in a stream.
+            keys: the keys of the row values (weights, sources) that the batch also has.
+            names_sources: whether documents have the names of their sources and not numbers, as in a stream.
         """
 
     def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
-        """Return a loader of the documents of a table whose numbers `sampler` yields."""
+        """Return a loader of a table's documents.
+
+        Args:
+            dataset: the documents of the table.
+            sampler: yields, for each batch, the indices of its documents.
+            collate: makes a batch of the documents.
+        """
 
 
 class Source(ABC):
@@ -85,7 +94,7 @@ class Source(ABC):
 
     Attributes:
         kind: what messages call the training set.
-        row_values: the weight and the origin (`source_column`) of each row of a table. It is empty for a stream, whose
+        row_values: the weight and the source (`source_column`) of each row of a table. It is empty for a stream, whose
             documents have these values themselves.
         numbered_sources: for a stream, the number of each name in `source_column`. A rank numbers the names as it reads
             them. None for a table, whose batches have numbers, and without `source_column`.
@@ -116,11 +125,11 @@ class Source(ABC):
     @property
     @abstractmethod
     def packing(self) -> Packing | None:
-        """How the training set is packed; None before training starts, and without packing."""
+        """The settings by which the training set is packed; None before training starts, and without packing."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many ranks may share a pack in training; () without packing."""
+        """The degrees that packs may have in training, such as (1, 2, 4); () without packing."""
         return () if self.packing is None else self.packing.degrees
 
     @property
@@ -130,7 +139,7 @@ class Source(ABC):
 
     @property
     def cache_folder(self) -> Path | None:
-        """The folder of the files of the documents; None if they are not in files."""
+        """The folder with the cached documents of a table; None if they are not cached."""
         return None
 
     @abstractmethod
@@ -138,20 +147,19 @@ class Source(ABC):
         """Return the loader of packs, and the report as far as it is known before training. All ranks must call it."""
 
     def first_schedule(self) -> tuple[Schedule | None, np.ndarray | None]:
-        """Return the schedule of the first epoch of this run, and the number of trained tokens of each document.
+        """Return which documents are in which optimizer step of the first epoch, and how many tokens each one trains.
 
-        Both are None if no epoch is planned ahead.
+        Returns:
+            The schedule of the first epoch of this run, and the number of trained tokens of each document, (N,). Both
+            are None if no epoch is planned ahead.
         """
         return None, None
 
     def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
-        """Return some of the first documents of this rank, and the ranks that share a pack of them.
+        """Return up to `num_documents` of the first documents of this rank, and the ranks that share a pack of them.
 
-        Ranks that share a pack get equal documents. Here they are the documents of the first rows, which is right where
-        no epoch is planned ahead.
-
-        Args:
-            num_documents: the most documents.
+        Ranks that share a pack get equal documents. This method returns the documents of the first rows, for a training
+        set of which no epoch is planned ahead.
         """
         args = self.args
         degree = max(self.degrees, default=1)  # the most ranks, as the largest groups must get equal documents
@@ -164,7 +172,8 @@ class Source(ABC):
             spans = make_documents(reader, args.max_length, args.effective_overlong)
             rows = DocumentDataset(reader, spans, values=values)
             documents = rows.__getitems__([*range(min(num_documents, len(rows)))])
-        except ValueError:  # a row has an error; the stream drops it in training, or refuses it with its row number
+        except ValueError:
+            # A row has an error. In training the stream drops this row, or names it in an error.
             pass
         return documents, Group(degree, self._data.ranks.rank % degree)
 
@@ -183,9 +192,11 @@ class Source(ABC):
         """
 
     def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the values of `Trainer.set_initial_training_values`, with the epochs and steps of this run.
+        """Return `values` with the numbers of epochs and optimizer steps that this run has.
 
-        The first value is the number of epochs, and the last is the number of optimizer steps, `max_steps`.
+        Args:
+            values: the result of `Trainer.set_initial_training_values` in transformers. The first value is the number
+                of epochs, and the last is the number of optimizer steps, `max_steps`.
         """
         return values
 
@@ -193,7 +204,7 @@ class Source(ABC):
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
 
         Args:
-            values: what transformers has computed.
+            values: the two numbers as transformers has computed them.
             state: the state of the checkpoint.
         """
         return values
@@ -206,7 +217,8 @@ class Source(ABC):
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
         """Set the loader so that training continues from a checkpoint.
 
-        The loader must start so that it is right after transformers has discarded `num_skipped` micro-batches.
+        transformers discards the first `num_skipped` micro-batches of the loader. The next micro-batch must be the one
+        after the checkpoint.
         """
 
     @abstractmethod
@@ -214,6 +226,6 @@ class Source(ABC):
         """Write the position of this rank into a checkpoint. All ranks must call it.
 
         Returns:
-            The entries to store in the state of the checkpoint. None if there is nothing to continue: without packing,
-            or with a loader that the user made.
+            Entries for the state of the checkpoint. None without packing, and with a loader that the user made: then
+            there is no position to continue from.
         """

@@ -1,11 +1,14 @@
 """A table as the training set: its documents, the plan of their packs, and what a checkpoint says of the plan.
 
-The rows are cut into documents when the trainer is constructed. When training starts, `EpochPlanner` plans the packs of
-the first epoch, and the report is made.
+`loading.py` constructs a `TableSource` and calls its methods. The rows are cut into documents when the trainer is
+constructed. When training starts, `EpochPlanner` plans which documents share a pack in the first epoch, and the packing
+report is made.
 
 A resumed run trains every document of the epoch once, or it is refused. To decide this, the state of a checkpoint holds
 the settings, a hash of all documents, and a hash of the documents of every optimizer step. They are compared before the
 first step. If only ranks, accumulation or batch size changed, the remaining documents of the epoch are planned anew.
+
+A *document* is one training example; a *pack* is one sequence of several documents that the model reads together.
 """
 
 import hashlib
@@ -43,18 +46,22 @@ from .trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
-# If only these settings changed, the values of `step_hash` are compared. If they are equal, the run resumes with the
-# same batches. If not, the remaining documents are planned anew, or the run is refused.
+# A checkpoint with other values of these settings may be resumed: batch size, accumulation, ranks, and the fields of
+# features (`share_prefixes`). `continue_planner` compares the documents of every optimizer step (`step_hash`). If they
+# are equal, the run continues with the same batches. If not, the remaining documents are planned anew, or the run is
+# refused.
 ADJUSTABLE = REPLANNED_SETTINGS | FIELDS.keys()
 SAMPLE_LABEL = "sample of every document"  # the saved key of a hash of sampled tokens of each document
 
 
 class TableSource(Source):
-    """A table. With packing it has a reader and documents; from when training starts, a planner.
+    """A table as the training set.
 
     Attributes:
+        reader: reads the tokens of rows; only with packing.
+        documents: the documents of all rows; only with packing.
         planner: plans the packs; None before training, and with a loader that the user made.
-        settings: what `settings_of` returns, to save and to compare in restarts; {} before the loader is made.
+        settings: the result of `settings_of`, which checkpoints save; {} before the loader is made.
     """
 
     kind = "table"
@@ -66,20 +73,22 @@ class TableSource(Source):
         super().__init__(trainer, data)
         self.planner: EpochPlanner | None = None
         self.settings: dict[str, Any] = {}
-        self._replanned_for: ChangedSettings = {}  # see `continue_planner`
+        self._replanned_for: ChangedSettings = {}  # the result of `continue_planner`
 
     def read(self, dataset: Dataset) -> None:
         args = self.args
         # TRL has prepared the table, so its rows may be shuffled, and fewer than the rows that the user gave
         self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
-        if args.packing:
-            self.reader = self._data.images.read(dataset, "train")
-            self.row_values = self.row_values.select(self.reader.conversations)
-            # Rows with images are cut into turns by their reader, which then has the counts. Text was cut before
-            self._data.turn_counts = self.reader.turns or self._data.turn_counts
-            with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
-                self.documents = documents_of(self.reader, args)
-            check_same_documents(self.documents, "The training set", args.world_size)
+        if not args.packing:
+            return
+        self.reader = self._data.images.read(dataset, "train")
+        # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. All
+        # turns have the weight and the source of their conversation. Rows without images were split before.
+        self.row_values = self.row_values.select(self.reader.conversations)
+        self._data.turn_counts = self.reader.turns or self._data.turn_counts
+        with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
+            self.documents = documents_of(self.reader, args)
+        check_same_documents(self.documents, "The training set", args.world_size)
 
     # Packs
 
@@ -97,11 +106,11 @@ class TableSource(Source):
         return make_planner(self.args, self.documents, **self._data.packing_arguments)
 
     def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
-        with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
+        with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show_status:
             planner = self.planner = self.make_planner()
-            show(f"Planned packs of {len(self.documents):,} documents; making the report")
-            reports: list[Any] = [None]
+            show_status(f"Planned packs of {len(self.documents):,} documents; making the report")
             # The report of many documents takes as much memory as their plan, so only one rank makes it
+            reports: list[Any] = [None]
             if self.args.process_index == 0:
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self._data.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
@@ -118,18 +127,21 @@ class TableSource(Source):
     def first_schedule(self) -> tuple[Schedule | None, np.ndarray | None]:
         if self.planner is None:
             return None, None
-        return self.planner.schedule(self.planner.start.epoch), self.documents.trained
+        first_epoch = self.planner.start.epoch  # the epoch in which the run starts or resumes
+        return self.planner.schedule(first_epoch), self.documents.trained
 
     def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
         if self.planner is None:
             return super().first_documents(num_documents)
+        # The sampler yields the packs of this rank: lists of indices of documents, with the group that shares the pack
         sampler = PackedBatchSampler(self.planner, self._data.ranks.rank)
         packs = list(islice(sampler, self.args.gradient_accumulation_steps))
-        # Packs of one step may be shared by different numbers of ranks; documents are taken from the most widely shared
+        # Groups of one step may have different sizes. The documents are those of the packs that the largest group has
         group = max((pack.group for pack in packs), key=attrgetter("size"))
-        # In place of the number of a document, `NO_DOCUMENTS` stands for the dummy document of an empty pack
-        numbers = [number for pack in packs if pack.group == group for number in pack if number != NO_DOCUMENTS]
-        return self._document_dataset().__getitems__(numbers[:num_documents]), group
+        packs_of_group = [pack for pack in packs if pack.group == group]
+        # `NO_DOCUMENTS` stands in an empty pack in place of an index
+        indices = [index for pack in packs_of_group for index in pack if index != NO_DOCUMENTS]
+        return self._document_dataset().__getitems__(indices[:num_documents]), group
 
     # Restarts
 
@@ -143,7 +155,7 @@ class TableSource(Source):
 
     @property
     def _planner_if_uneven(self) -> EpochPlanner | None:
-        """The planner, if epochs differ in steps, because one was trained in part under another plan; else None."""
+        """The planner, if an epoch has another number of steps than the others; else None."""
         return None if self.planner is None or self.planner.is_even else self.planner
 
     def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -152,7 +164,7 @@ class TableSource(Source):
             return values
         epochs, *values_between, max_steps = values
         if self.args.max_steps > 0:
-            # After all steps but the last, the position is in the epoch that has the last step
+            # `position` returns the epoch of the next step, here of the last step of the run
             last_epoch, _ = planner.position(max_steps - 1)
             return last_epoch + 1, *values_between, max_steps
         return epochs, *values_between, planner.total_steps(self.args.num_train_epochs)
@@ -164,16 +176,17 @@ class TableSource(Source):
         step = self._trainer.state.global_step
         total = self._trainer.state.max_steps
         before = state.get("max_steps")
-        epoch, done = planner.position(step)
+        epoch, num_trained_steps = planner.position(step)
         if self._replanned_for and self._trainer.is_world_process_zero():
-            num_remaining = len(planner.documents) - int(planner.trained_documents(epoch, done).sum())
+            num_remaining = len(planner.documents) - int(planner.trained_documents(epoch, num_trained_steps).sum())
+            num_remaining_steps = planner.steps_of(epoch) - num_trained_steps
             logger.warning(
                 f"Resuming with {describe_changes(self._replanned_for)}: the {num_remaining:,} documents that epoch "
-                f"{epoch + 1} has not trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. "
+                f"{epoch + 1} has not trained are planned anew, in {num_remaining_steps:,} optimizer steps. "
                 f"In all, {max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), "
                 f"and the learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
             )
-        return epoch, done * self.args.gradient_accumulation_steps
+        return epoch, num_trained_steps * self.args.gradient_accumulation_steps
 
     def num_steps_of_epoch(self, epoch: int) -> int | None:
         planner = self._planner_if_uneven
@@ -186,10 +199,10 @@ class TableSource(Source):
         if self.planner is None:
             return None
         state = {"max_steps": self._trainer.state.max_steps, "settings": self.settings}
-        if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch
-            epoch_state, trained = epoch_progress(self.planner, self._trainer.state.global_step)
+        if self.args.should_save:  # only the rank that writes, because all documents of the epoch are sorted and hashed
+            epoch_state, trained_masks = epoch_progress(self.planner, self._trainer.state.global_step)
             state |= epoch_state
-            checkpoints.save_trained(folder, *trained)
+            checkpoints.save_trained(folder, *trained_masks)
         return state
 
 
@@ -197,7 +210,10 @@ class TableSource(Source):
 
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
-    """Return a hash of the documents of every optimizer step of an epoch, whatever their rank and micro-batch."""
+    """Return a hash that is equal for two plans of an epoch if each optimizer step has the same documents in both.
+
+    On which rank and in which micro-batch of the step a document is does not matter.
+    """
     schedule = planner.schedule(epoch)
     digest = hashlib.sha256()
     for step in range(schedule.num_steps):
@@ -207,26 +223,28 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
 
 
 def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[TrainedMask, TrainedMask | None]]:
-    """Return the state of the running epoch after `step` optimizer steps, and what `save_trained` writes.
+    """Describe how far the running epoch is trained after `step` optimizer steps of the run.
 
     Returns:
-        The state, and a pair for `checkpoints.save_trained`: the documents of the epoch that are trained now, and those
-        that were trained before the epoch was planned (None if it was planned at its beginning).
+        Entries for the state of a checkpoint, and two masks for `checkpoints.save_trained`. The first mask marks the
+        documents of the epoch that are trained now. The second marks the documents that were trained before the
+        running plan was made; it is None if this plan has the whole epoch.
     """
-    # After all steps but the last, the position is in the epoch that has the last step. So at the end of an epoch this
-    # epoch is saved, and not the next.
-    epoch, last_step = planner.position(step - 1)
-    done = last_step + 1
+    # `position` returns the epoch of the next step. One step is taken off, so that at the end of an epoch this epoch is
+    # saved, and not the next one.
+    epoch, num_steps_before_last = planner.position(step - 1)
+    num_trained_steps = num_steps_before_last + 1
     is_resumed_epoch = epoch == planner.start.epoch
+    trained_before = planner.start.trained if is_resumed_epoch else None
     state = {
         "epoch": epoch,
-        "first_step": step - done,
+        "first_step": step - num_trained_steps,  # optimizer steps of the run before this epoch
         # Steps of the epoch that were trained under earlier plans, when the running plan was made
         "planned_at": planner.start.num_steps if is_resumed_epoch else 0,
-        "steps_left": planner.steps_of(epoch) - done,
+        "steps_left": planner.steps_of(epoch) - num_trained_steps,
         "step_hash": step_hash(planner, epoch),
     }
-    return state, (planner.trained_documents(epoch, done), planner.start.trained if is_resumed_epoch else None)
+    return state, (planner.trained_documents(epoch, num_trained_steps), trained_before)
 
 
 def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
@@ -243,7 +261,7 @@ def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
         "tokens": int(documents.lengths.sum()),
         "fingerprint of the documents": fingerprint,
         SAMPLE_LABEL: sample,
-        **planner.packing.settings("table"),
+        **planner.packing.settings("table"),  # the settings of planning that matter for a table
     }
 
 
@@ -268,14 +286,17 @@ def continue_planner(
     Raises:
         ValueError: documents of the epoch would be repeated or omitted.
     """
+    # A checkpoint of an earlier version has no hash of sampled tokens, no masks and no steps before the epoch
     before = dict(state["settings"])
-    if SAMPLE_LABEL in settings:  # a checkpoint of an earlier version does not have this entry
+    if SAMPLE_LABEL in settings:
         before.setdefault(SAMPLE_LABEL, settings[SAMPLE_LABEL])
     changed = compare_settings(before, settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     epoch = state["epoch"]
-    # `checkpoints.read_state` has added the entry "trained", from `TRAINED_FILE`
+    # The masks of `epoch_progress`, which `checkpoints.read_state` has read from `TRAINED_FILE`
     trained, trained_before = state.get("trained", (None, None))
+
+    # First, try the plan of the checkpoint. If it has the same documents in every step, the run continues with it.
     if not fixed:
         first_step = state.get("first_step", epoch * planner.num_steps)
         num_earlier = state.get("planned_at", 0)
@@ -287,7 +308,8 @@ def continue_planner(
                     "before; random numbers (dropout) and rounding differ."
                 )
             return {}
-        # A change from or to `share_prefixes="family"` changes the units that are planned, so it is refused
+        # Second, plan the remaining documents anew, if it is known which documents are trained. A change from or to
+        # `share_prefixes="family"` is refused, because it changes which documents are planned together (`regroups`).
         if trained is not None and changed.keys() & REPLANNED_SETTINGS and not regroups(changed):
             step = state["global_step"]
             epoch_is_complete = not state["steps_left"]
@@ -297,9 +319,11 @@ def continue_planner(
                 point = ResumePoint(epoch, first_step=first_step, num_steps=step - first_step, trained=trained)
             planner.resume_at(point)
             return changed
+
+    # Third, refuse the checkpoint, and say what to set
     if fixed or regroups(changed):
         remedy = "Set them back"
-    elif changed.keys() - FIELDS.keys():  # values that do not regroup plan the same steps
+    elif changed.keys() - FIELDS.keys():  # ranks, accumulation or batch size, and the masks are missing
         micro_batches_per_step = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
             f"The checkpoint has no `{checkpoints.TRAINED_FILE}`, from which the rest could be planned anew. "
