@@ -1,8 +1,11 @@
 """A stream as the training set: it is read and packed while the model trains.
 
-`PackedStream` (`data/stream.py`) reads and packs. This module makes it and its loader when training starts, saves and
-continues its position in checkpoints, and has the callback that refuses ranks whose streams differ, and that brings the
-report up to date with each checkpoint.
+`PackedStream` (`data/stream.py`) reads and packs. `StreamSource` makes it and its loader when training starts, and
+saves and continues its position in checkpoints. `StreamCallback` refuses ranks whose streams differ, and updates the
+packing report with each checkpoint.
+
+A *pass* is one reading of the whole stream. Each rank reads its own shards (files) of the stream; if these cannot be
+divided evenly, several neighbouring ranks, or all ranks, read the same rows.
 """
 
 import logging
@@ -32,12 +35,25 @@ from .trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
+# Fields of the packing report that are set before training and in its first steps, and do not change later
+FIRST_FINDINGS = (
+    "model",
+    "attention",
+    "isolation",
+    "first_step",
+    "trained",
+    "data",
+    "experimental",
+    "compiled",
+    "memory",
+)
+
 
 class StreamSource(Source):
-    """A stream.
+    """A stream as the training set.
 
     Attributes:
-        stream: reads and packs for this rank; None before training, and with a loader that the user made.
+        stream: yields the packs of this rank; None before training, and with a loader that the user made.
     """
 
     kind = "stream"
@@ -58,7 +74,7 @@ class StreamSource(Source):
 
     @property
     def num_compared_steps(self) -> int:
-        # Each rank reads by itself, so ranks may come apart in any step
+        # Each rank reads by itself, so ranks may read different packs in any step
         return super().num_compared_steps if self.stream is None else self.args.max_steps
 
     def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
@@ -76,18 +92,22 @@ class StreamSource(Source):
             source_column=args.source_column,
         )
         collate = data.training_collator(data.value_columns, names_sources=True)
+        # The workers of this loader process the images of packs. The stream has other workers, which read its rows.
         settings = data.loader_settings
-        if stream.rows.process is None:
-            settings["num_workers"] = 0  # these processes run the processor of images; the stream has its own
+        process_images = stream.rows.process  # None for a stream without images
+        if process_images is None:
+            settings["num_workers"] = 0
         if settings["num_workers"]:
             settings |= data.worker_kwargs
-        if not settings.pop("in_order", True) and stream.rank == 0:
+        is_in_order = settings.pop("in_order", True)
+        if not is_in_order and stream.rank == 0:
             logger.warning(
                 "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart "
                 "goes on behind the last one."
             )
+        # Workers take packs before they are trained. The stream remembers its state at each of these packs.
         stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
-        loader = document_loader(ProcessedPacks(stream.rows.process), stream, collate, **settings)
+        loader = document_loader(ProcessedPacks(process_images), stream, collate, **settings)
         return loader, make_stream_report(stream, args.max_steps)
 
     def callbacks(self) -> list[TrainerCallback]:
@@ -108,38 +128,52 @@ class StreamSource(Source):
     def save_position(self, folder: Path) -> dict[str, Any] | None:
         if self.stream is None:
             return None
-        if self._data.ranks.index == 0:
+        if self._data.ranks.index == 0:  # processes that divide a model between them have equal positions
             saved = self.stream.state_dict(self._trainer.state.global_step)
             checkpoints.write_synced(stream_file(folder, self.stream.rank), partial(torch.save, saved))
         return {}
 
 
 def stream_file(checkpoint: str | Path, rank: int) -> Path:
-    """Return the file of a checkpoint that has the position of a rank in a stream."""
+    """Return the file of a checkpoint that holds the position of a rank in a stream."""
     return Path(checkpoint) / f"packed_stream_{rank}.pt"
 
 
 def resume_stream_at(
     stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool
 ) -> None:
-    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches."""
+    """Set the stream to the position that a checkpoint has after `num_steps` optimizer steps.
+
+    Args:
+        stream: the stream of this rank, which has not been read.
+        checkpoint: the folder of the checkpoint.
+        num_steps: the number of optimizer steps that were trained.
+        num_skipped: the number of micro-batches that transformers discards before it trains.
+        ignore_data_skip: whether to begin with the first row in place of the position.
+    """
     if ignore_data_skip:
         stream.begin(num_steps)
         return
-    state = (
-        _read_saved_stream(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
-    )
+    # First, continue from the file of this rank, if it was saved with the same settings and number of ranks
+    state = None
+    if stream_file(checkpoint, stream.rank).is_file():
+        state = _read_saved_stream(checkpoint, stream.rank, stream)
+    # Otherwise, divide what all ranks of the earlier run have not trained between the ranks of this run
     if state is None or not stream.can_continue(state):
-        first = _read_saved_stream(checkpoint, 0, stream)
-        states = [_read_saved_stream(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
+        first_state = _read_saved_stream(checkpoint, 0, stream)
+        num_ranks_before = first_state["settings"]["world_size"]
+        states = [_read_saved_stream(checkpoint, rank, stream) for rank in range(num_ranks_before)]
         state = stream.merge_states(states)
         if stream.rank == 0:
-            waiting = sum(len(one["documents"]["lengths"]) for one in states[:: first["count"]])
-            how = "every rank reads all of it" if state["count"] > stream.num_alike else "divided between the ranks"
+            # "count" is the number of neighbouring ranks that read the same rows, and so have equal states
+            different_states = states[:: first_state["count"]]
+            num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
+            all_read_it = state["count"] > stream.num_alike
+            how = "every rank reads all of it" if all_read_it else "divided between the ranks"
             logger.warning(
-                f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {waiting:,} documents that "
-                f"wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random "
-                "numbers (dropout) differ."
+                f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {num_waiting:,} documents "
+                f"that wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). "
+                "Random numbers (dropout) differ."
             )
     stream.load_state_dict(state, num_skipped)
 
@@ -169,8 +203,8 @@ class StreamCallback(TrainerCallback):
         args = self._trainer.args
         if args.world_size == 1:
             return
-        firsts = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
-        differing_ranks = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
+        first_rows = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
+        differing_ranks = [rank for rank in range(args.world_size) if first_rows[rank] != first_rows[0]]
         if differing_ranks:
             raise ValueError(
                 f"The stream begins with another row on {len(differing_ranks)} of {args.world_size} ranks than on rank "
@@ -180,7 +214,7 @@ class StreamCallback(TrainerCallback):
             )
 
     def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        """Compare what ranks have read, in steps after which all ranks wait for each other anyway."""
+        """Compare what ranks have read, after steps with a log or a checkpoint, for which ranks wait anyway."""
         stream = self._source.stream
         if self._trainer.args.world_size > 1 and stream is not None and (control.should_log or control.should_save):
             check_same_stream(stream, self._trainer.state.global_step)
@@ -194,32 +228,24 @@ class StreamCallback(TrainerCallback):
             report.show()
 
     def _report(self) -> PackingReport:
-        """Update the report with what was read and trained up to now. All ranks must call."""
+        """Update the report with what was read and trained up to now. All ranks must call it."""
         trainer = self._trainer
         stream = self._source.stream
         num_steps = self._trainer.state.global_step
         assert stream is not None  # made with the training loader
         assert trainer.packing_report is not None
+        previous_report = trainer.packing_report
         state = stream.state_after(num_steps)
-        before = trainer.packing_report
         counts = state["counts"]
-        num_alike = state["count"]  # ranks that read the same rows of the stream
-        if num_alike < stream.packing.world_size:  # these ranks have counted the rows of their own shards only
-            counts = sum(gather_object([counts])[:: num_alike * self._data.ranks.copies], StreamCounts())
+        num_alike = state["count"]  # neighbouring ranks that read the same rows, and so have equal counts
+        if num_alike < stream.packing.world_size:
+            # Add the counts of all ranks, once for each `num_alike` ranks, of which each has `copies` processes
+            counts_of_processes = gather_object([counts])
+            different_counts = counts_of_processes[:: num_alike * self._data.ranks.copies]
+            counts = sum(different_counts, StreamCounts())
         report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
-        # What was found before training and in its first steps stays
-        found = (
-            "model",
-            "attention",
-            "isolation",
-            "first_step",
-            "trained",
-            "data",
-            "experimental",
-            "compiled",
-            "memory",
-        )
-        report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in found})
+        kept_values = {name: getattr(previous_report, name) for name in FIRST_FINDINGS}
+        report = trainer.packing_report = replace(report, **kept_values)
         if trainer.args.packing_report and trainer.is_world_process_zero():
             report.save(str(trainer.args.output_dir))
         return report
