@@ -32,7 +32,7 @@ REVIEWED = {
         training/lm_head.py forward_with_scores.scores_tokens
         training/lm_head.py scores.aux_loss
         training/lm_head.py scores.loss
-        training/loading.py self._rows.shares
+        training/loading.py self._text_collator.shares
         training/totals.py span.sums
     """,
     "the trainer's own copy of the settings (`adopt_args`)": """

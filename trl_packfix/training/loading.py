@@ -2,7 +2,7 @@
 
 The trainer (`trainer.py`) constructs one `TrainingData`, which takes these steps:
 
-    1. At construction, before the model is loaded, it checks which datasets were given.
+    1. When it is constructed, before the model is loaded, it notes whether the training set is a table or a stream.
     2. `prepare_run`, once TRL has tokenised them and loaded the model, reads the training set, and makes the collator
        and the packed model (`isolation/packed_model.py`).
     3. When training starts, `refresh` reads the training set again if the user has replaced it, and `packed_loader`
@@ -12,9 +12,10 @@ The training set is a `Source` (`source.py`): a table (`table_source.py`) or a s
 
 `objective.py`, `evaluation.py`, `restart.py` and `callbacks.py` read what this object holds.
 
-Words: a *row* is an example of the tokenised dataset; a *document* is the part of a row that is one training example; a
-*pack* is one sequence of documents that the model reads together; a *plan* says which documents share a pack. A *table*
-is a `datasets.Dataset`, a *stream* an `IterableDataset`.
+Words: a *row* is an example of the tokenised dataset; a *document* is one training example, a row or a part of a row; a
+*pack* is one sequence of several documents that the model reads together. A *table* is a `datasets.Dataset`, a *stream*
+an `IterableDataset`. A *feature* (`feature.py`) is an option with a folder of its own, such as `share_prefixes`.
+Documents *share rows* if their common beginning is in a pack once.
 """
 
 import logging
@@ -73,24 +74,44 @@ class TrainingData(TrainerPart):
     """The data of a trainer, from its training set to batches.
 
     With packing, the rows of a table become documents when the trainer is constructed, and packs when training starts.
-    If `train_dataset` was replaced in between, the new one is read first.
+
+    Args:
+        trainer: the trainer, which is not constructed yet.
+        args: its config.
+        model: the model, or its name.
+        train_dataset: the training set as the user gave it.
+        eval_dataset: the evaluation set, or several by name.
+
+    Attributes:
+        source: the training set.
+        images: reads datasets and collates documents; an `ImageData` if rows have images, else a `TextData`.
+        packs_images: whether packs have images.
+        vocab_size: the size of the vocabulary of the model; None if its config has none.
+        turn_counts: how many conversations `per_turn` has split into how many samples; None without `per_turn`.
+        data_report: whether every text of the training set is in the tokens once; None for tokenised rows.
+        trained_summary: which tokens are trained, and by which setting.
+        constructed_with: the model and settings of the constructor, and the check that refuses others later.
+        ranks: the place of this process among the data-parallel ranks.
+        padded_collator: TRL's collator, or the user's, which makes padded batches.
+        unpacked_counts_first: whether TRL's loss without packing divides by a count with the first label of each row.
     """
 
-    padded_collator: Callable[..., Any]  # TRL's collator, which an unpacked run has
-    unpacked_counts_first: bool  # whether unpacked TRL would count the first label of each row, though it is no target
     ranks: DataRanks
+    padded_collator: Callable[..., Any]
+    unpacked_counts_first: bool
 
     def __init__(
         self, trainer: TrainerView, args: SFTConfig, model: Any, *, train_dataset: object, eval_dataset: object
     ):
-        require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
+        # ZeRO-3 must gather parameters, with packing and without it. A version that cannot is refused before loading
+        require_gathers(args.world_size, args.device.type)
         super().__init__(trainer)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
         self.images = TextData(trainer)
-        self._rows = PackedDataCollator()  # makes the text of packs in training
+        self._text_collator = PackedDataCollator()  # makes the tokens and boundaries of packs in training
         self.turn_counts: PerTurnCounts | None = None
-        self.data_report: DataReport | None = None  # whether every text of the training set is in the tokens once
+        self.data_report: DataReport | None = None
         self.trained_summary = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
         self.source: Source = source_class(train_dataset)(trainer, self)
         self.packs_images = args.packing and has_images(train_dataset)
@@ -99,25 +120,30 @@ class TrainingData(TrainerPart):
         """Read the training set, and prepare the model for packs."""
         trainer = self._trainer
         args = self.args
+        # First, what engine and ranks decide
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
         declare_whole_sizes(trainer.model)
         if args.world_size > 1:
             wait_for_threads_at_exit()
         self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
+
+        # Second, the collators
         self.padded_collator = trainer.data_collator
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
-            trainer.padding_free = True
+            trainer.padding_free = True  # the constructor has hidden from TRL that batches have no padding
             if self.packs_images:
                 self.images = ImageData(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
-            self._rows = collate.rows
+            self._text_collator = collate.rows
+
+        # Third, the training set and the packed model. TRL does not prepare datasets with images, so `make_samples` has
+        # not proved that their texts are in the tokens
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
             check_texts_with_images(dataset, name, per_turn=args.per_turn)
-            # TRL does not prepare datasets with images, so the data were not proved by `make_samples`
             if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
                 self.data_report = report if dataset is trainer.train_dataset else self.data_report
@@ -128,14 +154,14 @@ class TrainingData(TrainerPart):
 
     @property
     def leaves_images_to_trl(self) -> bool:
-        """Whether rows have images, of which TRL makes batches, because they are not packed."""
+        """Whether rows have images and are not packed, so that TRL makes the batches and the loss."""
         return self._trainer._is_vision_dataset and not self.packs_images
 
     # The training set
 
     @property
     def value_columns(self) -> dict[str, str]:
-        """The names of the columns of weights and sources, by their keys in a batch."""
+        """The columns of the dataset with weights and sources of rows, by the keys that they have in a batch."""
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         return {key: column for key, column in columns.items() if column is not None}
 
@@ -148,10 +174,12 @@ class TrainingData(TrainerPart):
         if not isinstance(self.source, kind):
             self.source = kind(self._trainer, self)
         self.source.read(dataset)
-        if (keys := self.value_columns) and not args.packing:  # TRL's rows have the two columns themselves
-            index = {value: i for i, value in enumerate(self.source.row_values.column_values)}
+        keys = self.value_columns
+        if keys and not args.packing:
+            # Unpacked rows hold the values of the two columns. In a batch of a table, a source is its number
+            source_numbers = {value: number for number, value in enumerate(self.source.row_values.column_values)}
             names_sources = self.source.numbered_sources is not None
-            self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
+            self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, source_numbers, names_sources)
 
     def trained_line(self) -> str:
         """Return a line for the log that says what is trained without packing.
@@ -161,7 +189,7 @@ class TrainingData(TrainerPart):
         dataset = self._trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained_summary.line(0, 0)
-        counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
+        counts = make_documents(TokenReader(dataset), max_length=None).ledger.given  # counts of all documents
         return self.trained_summary.line(counts.trained_tokens, counts.tokens)
 
     def refresh(self) -> None:
@@ -170,18 +198,19 @@ class TrainingData(TrainerPart):
         args = self.args
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self.constructed_with.check(args, model, trains=True)
-        before = self._dataset_read
         dataset = trainer.train_dataset
-        if dataset is before:
+        if dataset is self._dataset_read:
             return
+        # The constructor checks the first dataset in the same way
         if args.packing:
-            checks.check_replacement(dataset, before, self.vocab_size)
+            checks.check_replacement(dataset, self._dataset_read, self.vocab_size)
             if isinstance(dataset, Dataset):
                 trainer.train_dataset = without_ignored_mask(dataset, trainer.completion_only_loss)
         refuse_conflicts(
             checks.settings_of_trainer(type(trainer), {"args": args, "model": trainer.model, "train_dataset": dataset})
         )
         checks.check_weights(args, trainer.train_dataset)
+        # Nothing is known of how the tokens of a replaced dataset were made
         self.turn_counts = None
         self.data_report = None
         self.trained_summary = replace(self.trained_summary, counts=None)
@@ -196,24 +225,33 @@ class TrainingData(TrainerPart):
 
     @property
     def packing_arguments(self) -> dict[str, Any]:
-        """The arguments of the planner that model, engine and ranks decide, and not the config."""
+        """The arguments of `make_planner` and `packing_of` that follow from the model, the engine and the ranks."""
+        has_user_loss = bool(self._trainer.user_code.names)
         return {
             "cost_model": self.cost_model,
             "world_size": self.ranks.count,
             "synchronisation": checks.synchronisation(self._trainer.accelerator, base_model(self._trainer.model)),
             "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
-            "evens_targets": bool(self._trainer.user_code.names) and self.args.balance == "step",
+            # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens
+            "evens_targets": has_user_loss and self.args.balance == "step",
         }
 
     @cached_property
     def cost_model(self) -> CostModel:
+        """The FLOPs that a document of a length, and with images, costs on this model."""
         model = base_model(self._trainer.model)
         return self.images.costs(make_cost_model(model.config, type(model)))
 
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
     ) -> DataLoader[Any]:
-        """Return a loader of the documents whose batches `sampler` yields, with the user's settings of loaders."""
+        """Return a loader with the user's settings.
+
+        Args:
+            dataset: documents of a table.
+            sampler: yields, for each batch, the indices of its documents.
+            collate: makes a batch of the documents.
+        """
         is_persistent = self.args.dataloader_persistent_workers
         settings = {"persistent_workers": is_persistent, **self.loader_settings, **self.worker_kwargs}
         return document_loader(dataset, sampler, collate, **settings)
@@ -221,19 +259,21 @@ class TrainingData(TrainerPart):
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
         """Return the collator that turns the documents of a pack into a batch.
 
-        The batch also has the row values that `keys` name, see `RowValuesCollator`.
+        Args:
+            keys: the keys of the row values (weights, sources) that the batch also has.
+            names_sources: whether documents have the names of their sources and not numbers, as in a stream.
         """
-        trainer = self._trainer
         collate = self._trainer.data_collator
-        if self.args.pad_documents_to_multiple_of is not None:  # `auto_find_batch_size` may have lowered the capacity
-            collate = self.packed_collator(
-                trainer._train_batch_size, features_of(self.args) if self.shares_rows else PLAIN
-            )
+        if self.args.pad_documents_to_multiple_of is not None:
+            # This collator pads packs to the capacity, which `auto_find_batch_size` may have lowered
+            feature = features_of(self.args) if self.shares_rows else PLAIN
+            collate = self.packed_collator(self._trainer._train_batch_size, feature)
         if keys:
             collate = RowValuesCollator(collate, {key: key for key in keys}, names_sources=names_sources)
-        # On CUDA the documents of a pack are sorted by length, and attention is launched on groups of them. With
-        # `torch_compile` they are not, because the compiler would trace each grouping anew.
-        return ByLength(collate) if self.args.device.type == "cuda" and not self.args.torch_compile else collate
+        # On CUDA the documents of a pack are sorted by length, and attention is launched on groups of similar length.
+        # With `torch_compile` they are not sorted, because the compiler would trace each grouping anew.
+        sorts_by_length = self.args.device.type == "cuda" and not self.args.torch_compile
+        return ByLength(collate) if sorts_by_length else collate
 
     def packed_collator(self, batch_size: int, feature: Feature) -> PackCollator:
         """Return the collator of packs of up to `batch_size * max_length` tokens.
@@ -246,34 +286,36 @@ class TrainingData(TrainerPart):
         if args.pad_documents_to_multiple_of is not None:
             longest = args.max_length
             assert longest is not None  # `SFTConfig` requires it
-            capacity = args.tokens_per_rank or batch_size * longest  # tokens on a rank
-            multiple = -(-capacity // (multiple or 1)) * (multiple or 1)
-        plain = PackedDataCollator(
+            capacity = args.tokens_per_rank or batch_size * longest  # tokens of a pack on one rank
+            unit = multiple or 1
+            multiple = -(-capacity // unit) * unit  # the capacity, rounded up
+        text_collator = PackedDataCollator(
             multiple, self._trainer._tokenizer.pad_token_id, args.pad_documents_to_multiple_of, longest
         )
-        rows = feature.make_collator(
-            plain,
-            # A router sees every token, also one on whose output no document is trained
+        text_collator = feature.make_collator(
+            text_collator,
+            # A router sees every token, also a token on whose output no document is trained
             keeps_last_rows=self._trainer.aux_loss_enabled,
             compare=self.images.compare,
         )
-        return PackCollator(rows, self.images.of_packs())
+        return PackCollator(text_collator, self.images.of_packs())
 
     @property
     def shares_rows(self) -> bool:
         """Whether documents of packs share rows.
 
-        Set it to False where the model cannot, before the first batch is collated: loaders read it when they begin to
-        iterate, because only then do their workers start.
+        It is set to False if the proof shows that the model cannot compute shared rows. This must be before the first
+        batch: the workers of loaders get a copy of the collator when they start, at the first batch.
         """
-        return self._rows.shares
+        return self._text_collator.shares
 
     @shares_rows.setter
     def shares_rows(self, shares: bool) -> None:
-        self._rows.shares = shares
+        self._text_collator.shares = shares
 
     @property
     def loader_settings(self) -> dict[str, Any]:
+        """The device, whether memory is pinned, and the number of workers, as arguments of `document_loader`."""
         args = self.args
         device = self._trainer.accelerator.device
         pins = args.dataloader_pin_memory and device.type != "cpu"
@@ -281,6 +323,7 @@ class TrainingData(TrainerPart):
 
     @property
     def worker_kwargs(self) -> dict[str, Any]:
+        """The user's settings of the workers, as arguments of `document_loader`."""
         args = self.args
         return {
             "multiprocessing_context": args.dataloader_multiprocessing_context,
@@ -291,7 +334,9 @@ class TrainingData(TrainerPart):
     # The model
 
     def make_packed_model(self) -> PackedModel:
+        """Return the object that makes the model compute the documents of a pack separately, and that proves it."""
         args = self.args
+        # Hooks that are on the model in forwards on packs
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
             model = base_model(self._trainer.model)
@@ -308,10 +353,11 @@ class TrainingData(TrainerPart):
             feature=features_of(args),
             images=self.images.examples,
         )
+        # Proofs of an earlier start with an equal model and engine are read from the folder of the cached documents
         folder = self.source.cache_folder
         if folder is not None:
             plugin = self._trainer.accelerator.state.deepspeed_plugin
-            engine = self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config
+            engine = (self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config)
             packed_model.recall = RememberedProofs(folder, (engine, args.torch_compile)).recall
         return packed_model
 
@@ -324,7 +370,7 @@ class TrainingData(TrainerPart):
 
 
 def source_class(dataset: object) -> type[TableSource] | type[StreamSource]:
-    """Return the class of the source of a training set."""
+    """Return the subclass of `Source` that reads a training set: for a stream or for a table."""
     return StreamSource if isinstance(dataset, IterableDataset) else TableSource
 
 
@@ -349,12 +395,10 @@ def unpacked_rows(
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return the name and class of a model, and how many parameters are trained. A local path has only its last part.
-
-    ZeRO-3 keeps only a part of each parameter on a rank, and its size in `ds_numel`.
-    """
+    """Return the name and class of a model, and how many parameters are trained, as a text for the packing report."""
+    # ZeRO-3 keeps only a part of each parameter on a rank, and the size of the whole parameter in `ds_numel`
     num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     base = base_model(model)
     name = str(getattr(base.config, "name_or_path", ""))
-    name = name if is_on_hub(name) else Path(name).name
+    name = name if is_on_hub(name) else Path(name).name  # of a local path only the last part
     return f"{name + ', ' if name else ''}{type(base).__name__}, {num_trained:,} parameters trained"
