@@ -14,14 +14,14 @@ loss_t) / sum(w_d) over the trained tokens t of the whole optimizer step, or sum
 documents. So loss and gradient depend only on ratios of weights, and not on packing, accumulation or ranks.
 
 Words: a *document* is one training example, and a *pack* is one sequence of several documents. A *trained token* is one
-whose label is not -100. A *target* is a pair of a document and a trained token (`layout.py`). A *dummy* is a batch
-without a trained token, for a rank that has no document in a micro-batch. A *part* is what one rank holds of a pack
-that several ranks share, and these ranks are a *group*.
+whose label is not -100. A *source* is the data set from which a document comes (`source_column`). A *dummy* is a batch
+without a trained token, for a rank that has no document in a micro-batch.
 
-All sums are over targets and not over the tokens of a pack, because documents with a common prefix share its tokens. If
-ranks share a pack, each rank adds the terms of the targets in its part. Documents, tokens, micro-batches and the value
-of the load-balancing statistic are counted by the first rank of a group only. Training drops documents without a
-trained token, so a document of a batch that has none is padding or belongs to a dummy.
+All sums are over *targets*: pairs of a document and a trained token (`layout.py`). A pack has fewer tokens than targets
+if documents share the tokens of a common prefix. With sequence parallelism the ranks of a *group* share a pack, and
+each rank holds a *part* of the pack and adds the terms of the targets in its part. Documents, tokens and micro-batches
+are counted by the first rank of a group only. Training drops documents without a trained token. So if a document in a
+batch has none, it is padding or belongs to a dummy.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,29 +50,45 @@ from .totals import TrainingTotals, sum_dtype
 from .trainer_view import TrainerPart, TrainerView
 from .user_code import has_trained_tokens
 
-NUM_DUMMY_TOKENS = 2
+NUM_DUMMY_TOKENS = 2  # length of a dummy
 
 
 class Objective(TrainerPart):
-    """The training loss of a trainer, and the metrics in its log."""
+    """The training loss of a trainer, and the metrics in its log.
 
-    totals: TrainingTotals  # tokens are counted without padding and dummies, and are exact at each log and checkpoint
+    Args:
+        trainer: the trainer.
+        data: the training data.
+        compute_loss_func: the loss function that the user gave, or None.
+
+    Attributes:
+        totals: sums for the log. Tokens are counted without padding and dummies, and are exact at each log and
+            checkpoint.
+        summed_by_ranks: parameters whose gradients transformers sums over ranks after each backward (tensor
+            parallelism).
+        row_values: weights and sources of the documents of the current micro-batch, each of shape (N,), by key.
+        fused_head_is_exact: whether the fused LM head, from which the loss is computed, gives the log-probabilities of
+            the model's own logits. `check_fused_head` finds it out when training starts.
+        same_pack_check: the check that ranks that share packs read the same packs.
+    """
+
+    totals: TrainingTotals
 
     def __init__(self, trainer: TrainerView, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
         super().__init__(trainer)
         self._data = data
-        self._loss_of_user = compute_loss_func
-        self.summed_by_ranks: list[nn.Parameter] = []  # transformers sums their gradients after each backward
-        self.row_values: dict[str, Tensor] = {}  # weights and sources of the documents of the current batch
-        self.fused_head_is_exact = True  # the loss is computed of the logits of the model's own forward
+        self._user_loss = compute_loss_func
+        self.summed_by_ranks: list[nn.Parameter] = []
+        self.row_values: dict[str, Tensor] = {}
+        self.fused_head_is_exact = True
         self.same_pack_check = SamePackCheck(data)
 
     def prepare_model(self) -> None:
-        """Prepare the model for this loss, and create the totals of tokens."""
+        """Prepare the loaded model for this loss, and create the totals. Called once, at the end of the constructor."""
         trainer = self._trainer
         args = self.args
-        trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
-        score_tokens(base_model(trainer.model))
+        trainer.compute_loss_func = self._user_loss  # TRL below 1.15 replaces it for `loss_type="dft"`
+        score_tokens(base_model(trainer.model))  # adds the fused LM head
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
         check_router_loss(trainer)
         self.totals = TrainingTotals(self._data.source.row_values.names, features_of(args).is_on)
@@ -113,13 +129,14 @@ class Objective(TrainerPart):
         No model accepts them, and DeepSpeed would round them to half precision.
         """
         self.row_values = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
+        # The batches of a stream have names of sources, and this rank numbers the names
         names = self.row_values.get(SOURCES)
-        numbered = self._data.source.numbered_sources
-        if isinstance(names, list) and numbered is not None:
-            self.row_values[SOURCES] = numbered.number_sources(names)
+        numbered_sources = self._data.source.numbered_sources
+        if isinstance(names, list) and numbered_sources is not None:
+            self.row_values[SOURCES] = numbered_sources.number_sources(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
-        """Return the source of each value that `targets.select` returns; None if the batch has no sources."""
+        """Return the number of the source of each target, (M,); None if the batch has no sources."""
         if SOURCES not in self.row_values:
             return None
         return self.row_values[SOURCES].to(targets.documents.device)[targets.documents]
@@ -133,7 +150,13 @@ class Objective(TrainerPart):
     ) -> Tensor | tuple[Tensor, Any]:
         """Return the share of a micro-batch in the loss of its optimizer step, and count it for the log.
 
-        With `return_outputs`, the outputs of a second forward, which have logits, are returned beside the loss.
+        Args:
+            model: the model as the engine has wrapped it.
+            inputs: the micro-batch, on the device.
+            return_outputs: whether to return the model's outputs with logits, too. As in TRL, a second forward computes
+                them, because the fused LM head makes no logits.
+            num_items_in_batch: the number of trained tokens of the optimizer step over all ranks; None takes the mean
+                over this micro-batch.
         """
         if self.args.packing:
             self._trainer.packed_model.check_packed_attention(inputs)
@@ -151,17 +174,20 @@ class Objective(TrainerPart):
         if self._trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
             if self._trainer.compute_loss_func is None:
-                steps = 1 if num_items_in_batch is None else self._num_statistics
-                loss = loss + self._trainer.router_aux_loss_coef * aux_loss / steps
-        aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
-        scores = [targets.select(values).sum() for values in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
-        self.totals.add(self.totals.OF_OUTPUTS, [*scores, aux_sum])
+                num_statistics = 1 if num_items_in_batch is None else self._num_statistics
+                loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
+
+        # What the log needs of this micro-batch
+        logged_aux_loss = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
+        score_sums = [targets.select(values).sum() for values in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
+        self.totals.add(self.totals.OF_OUTPUTS, [*score_sums, logged_aux_loss])
         self.totals.is_scored = True
-        if (sources := self.sources_of(targets)) is not None:
+        sources = self.sources_of(targets)
+        if sources is not None:
             losses = targets.select(-outputs.log_probs)
             is_trained = targets.select(outputs.label_mask)
             self.totals.add_sources(losses, is_trained, sources)
-        if return_outputs:  # As in TRL, a second forward makes the logits. The fused LM head makes none.
+        if return_outputs:
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
@@ -178,9 +204,10 @@ class Objective(TrainerPart):
     def _loss(
         self, model: nn.Module, inputs: dict[str, Any], layout: Layout, *, num_items: Tensor | int | None
     ) -> tuple[Tensor, Any]:
-        """Return the share of a micro-batch in the loss of its step, and the outputs of TRL's fused LM head."""
-        of_user = self._trainer.compute_loss_func
-        if of_user is None and not self.smoothing:
+        """Return the share of a micro-batch in the loss of its step, without router loss, and the `TokenScores`."""
+        user_loss = self._trainer.compute_loss_func
+        # First case: the loss of the fused LM head
+        if user_loss is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
             targets = layout.targets(outputs.label_mask)
             per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
@@ -188,24 +215,31 @@ class Objective(TrainerPart):
                 per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
             return self._mean(per_token_loss, targets, outputs.label_mask, num_items=num_items), outputs
         # A loss of the user and label smoothing need all logits. As in TRL, a second forward computes the metrics.
-        with_logits = model(**{key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")})
+        inputs_without_labels = {key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")}
+        outputs_with_logits = model(**inputs_without_labels)
+        logits = outputs_with_logits.logits
         with torch.no_grad():
             outputs = model(**inputs, fused_lm_head=True)
-        if of_user is not None and self.args.packing and not has_trained_tokens(inputs):
-            # The user's mean over a dummy would be 0 / 0. The forwards ran, because other ranks wait for them
-            return with_logits.logits.masked_fill(outputs.label_mask.new_ones(()).bool(), 0).sum(), outputs
-        if of_user is not None:
+        # Second case: the loss of the user
+        if user_loss is not None and self.args.packing and not has_trained_tokens(inputs):
+            # The user's mean over a dummy would be 0 / 0. This sum is 0, also if logits are infinite. Its backward runs
+            # as the forwards ran, because other ranks wait for them
+            is_masked = outputs.label_mask.new_ones(()).bool()
+            return logits.masked_fill(is_masked, 0).sum(), outputs
+        if user_loss is not None:
             with self._trainer.user_code.other_models_checked(inputs):
-                return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
-        if self._trainer.aux_loss_enabled:  # which TRL does not train with label smoothing
-            outputs.aux_loss = with_logits.aux_loss
+                return user_loss(outputs_with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
+        # Third case: label smoothing. TRL does not train the router loss here; this loss does
+        if self._trainer.aux_loss_enabled:
+            outputs.aux_loss = outputs_with_logits.aux_loss
         targets = layout.targets(outputs.label_mask)
-        num_classes = with_logits.logits.shape[-1]
-        nll, total = _smoothing_terms(with_logits.logits, inputs)
+        label_losses, summed_losses = _smoothing_terms(logits, inputs)
         share = self.smoothing
-        mean_nll = self._mean(nll, targets, outputs.label_mask, num_items=num_items)
-        mean_total = self._mean(total, targets, outputs.label_mask, num_items=num_items, num_classes=num_classes)
-        return (1 - share) * mean_nll + share * mean_total, outputs
+        label_mean = self._mean(label_losses, targets, outputs.label_mask, num_items=num_items)
+        vocabulary_mean = self._mean(
+            summed_losses, targets, outputs.label_mask, num_items=num_items, num_classes=logits.shape[-1]
+        )
+        return (1 - share) * label_mean + share * vocabulary_mean, outputs
 
     def _mean(
         self, values: Tensor, targets: Targets, mask: Tensor, *, num_items: Tensor | int | None, num_classes: int = 1
@@ -218,8 +252,9 @@ class Objective(TrainerPart):
             targets: the targets of this rank.
             mask: True at positions behind which the token is trained, of the same shape as `values`.
             num_items: number of trained tokens of the step over all ranks. None takes the mean over this batch.
-            num_classes: number by which the mean is divided, too.
+            num_classes: number of terms that are summed in each of the values; the mean is divided by it, too.
         """
+        # `count` is the divisor in this batch and `num_items` the divisor in the step. Weights replace both.
         values = targets.select(values)
         count = targets.select(mask).sum()
         if self.args.document_weighting == "document":
@@ -255,9 +290,10 @@ class Objective(TrainerPart):
         """
         self.totals.start_step()
         batches = [batch for batch in batch_samples if "labels" in batch] if self.replaces_trl_loss else []
-        if not batches:
+        if not batches:  # the loss is TRL's, or the user's batches have no labels
             return count(batch_samples)
-        counts_of_batches: list[Tensor] = []  # for each batch the trained tokens of documents that this rank counts
+        # For each batch the number of trained tokens of each document, (N,); 0 where another rank counts the documents
+        counts_of_batches: list[Tensor] = []
         for batch in batches:
             layout = layout_of(batch)
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
@@ -265,40 +301,50 @@ class Objective(TrainerPart):
             counts_of_batches.append(trained * layout.group.is_leader)
         accelerator = self._trainer.accelerator
         if self._trainer.aux_loss_enabled:
-            # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
-            filled = torch.stack([counts.any() for counts in counts_of_batches]).float().sum().to(device)
-            self._num_statistics = accelerator.reduce(filled, reduction="mean")
+            # The router loss is a mean over the statistics of all micro-batches with documents. Their number is the
+            # mean over ranks, because DDP averages gradients over ranks. If no micro-batch is empty, it is TRL's number
+            num_filled = torch.stack([counts.any() for counts in counts_of_batches]).float().sum().to(device)
+            self._num_statistics = accelerator.reduce(num_filled, reduction="mean")
         if self.args.document_weighting == "document":
-            # transformers counts one label per document as if it were a token, so ranks are treated alike
-            marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in counts_of_batches]
-            self._num_documents = count([{"labels": mark, "shift_labels": mark} for mark in marks])
+            # `count` counts labels. It gets batches with one label for each document, so it counts documents
+            label_batches = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in counts_of_batches]
+            self._num_documents = count([{"labels": labels, "shift_labels": labels} for labels in label_batches])
         if self.args.weight_column is not None:
             pairs = zip(batches, counts_of_batches, strict=True)
-            weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
-            weight = torch.stack(weights).sum()
+            weights_of_batches = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
+            weight = torch.stack(weights_of_batches).sum()
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
-        return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
+        return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])  # one label for each target
 
     # Auxiliary terms
 
     @contextmanager
     def router_logits(self, inputs: dict[str, Any], layout: Layout) -> Iterator[list[Tensor]]:
-        """Collect the router logits, one tensor (T, experts) per layer, if rows of the pack may differ in weight."""
-        caught: list[Tensor] = []
+        """Collect the router logits of the forward in this context, if the model's own statistic would be wrong.
+
+        The statistic of the model counts each token of a pack once. This is wrong for padding, for dummies, for tokens
+        that documents share, and for a part of a pack.
+
+        Yields:
+            A list, to which the forward adds a tensor (T, experts) for each layer. It stays empty if the statistic of
+            the model is right, or if there is no router loss.
+        """
+        collected: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
-        may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
-        may_pad |= self._data.packs_images  # a rank without images may have a document that stands in for them
-        if not (self._trainer.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
-            yield caught
+        may_be_dummy = inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+        # With images, a pack without an image may get a placeholder document
+        counts_tokens_once = not (pads or may_be_dummy or self._data.packs_images or layout.weighs_rows)
+        if not self._trainer.aux_loss_enabled or not layout.is_packed or counts_tokens_once:
+            yield collected
             return
 
-        def catch(module: nn.Module, args: tuple[object, ...], output: Any) -> None:
-            if not caught:  # with label smoothing a second forward, without gradients, computes the metrics
-                caught[:] = output.router_logits
+        def collect(module: nn.Module, args: tuple[object, ...], output: Any) -> None:
+            if not collected:  # with label smoothing a second forward, without gradients, computes the metrics
+                collected[:] = output.router_logits
 
-        handle = base_model(self._trainer.model).base_model.register_forward_hook(catch)
+        handle = base_model(self._trainer.model).base_model.register_forward_hook(collect)
         try:
-            yield caught
+            yield collected
         finally:
             handle.remove()
 
@@ -307,6 +353,12 @@ class Objective(TrainerPart):
 
         If ranks share a pack, the first of them returns the statistic of the whole pack and the others return 0. The
         gradient is the gradient of this rank's part.
+
+        Args:
+            outputs: the outputs of the model, with its own statistic.
+            layout: the layout of the micro-batch.
+            trained: the number of trained tokens of each document, (N,).
+            router_logits: what `router_logits` has collected. If it is empty, the model's own statistic is right.
         """
         if not router_logits:
             return outputs.aux_loss
@@ -320,7 +372,7 @@ class Objective(TrainerPart):
                 row_counts=counts.flatten(),
                 group=layout.group,
             )
-            return value if layout.group.is_leader else value - value.detach()
+            return value if layout.group.is_leader else value - value.detach()  # 0 with the gradient of `value`
         is_empty = ~counts.any()
         statistic: Callable[..., Any] = load_balancing_loss_func
         counts = counts.masked_fill(is_empty, 1)
@@ -330,27 +382,36 @@ class Objective(TrainerPart):
     # Numbers for the log
 
     def count_batch(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
-        """Add the documents, tokens and FLOPs of a batch to the totals; `trained` are counts per document, (N,)."""
+        """Add the documents, tokens and FLOPs of a batch to the totals.
+
+        Args:
+            inputs: the batch.
+            layout: its layout.
+            trained: the number of trained tokens of each document, (N,).
+        """
         sizes = layout.sizes(trained)
-        once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), self.flops(inputs, sizes)]
-        num_trained, tokens, documents, micro_batches, flops = (value * layout.group.is_leader for value in once)
-        # `torch.tensor` would synchronise with the device
-        rows = trained.new_full((), inputs["labels"].numel())
-        counts = [num_trained, tokens, sizes.computed_rows, rows, documents, micro_batches, (trained > 0).any(), flops]
+        is_trained = trained > 0
+        # What the first rank of a group counts for the whole pack
+        pack_counts = [trained.sum(), sizes.tokens, is_trained.sum(), is_trained.any(), self.flops(inputs, sizes)]
+        num_trained, tokens, documents, micro_batches, flops = (value * layout.group.is_leader for value in pack_counts)
+        # What each rank counts of its part. `torch.tensor` would synchronise with the device
+        row_tokens = trained.new_full((), inputs["labels"].numel())
+        rows = is_trained.any()
+        counts = [num_trained, tokens, sizes.computed, row_tokens, documents, micro_batches, rows, flops]
         self.totals.add(self.totals.OF_BATCHES, counts)
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
         """Return the FLOPs of forward and backward of a batch, with its images; 0 if the model's cost is not known."""
         costs = self._data.cost_model
         dtype = sum_dtype(sizes.lengths.device)
-        if costs is LLAMA_7B:
+        if costs is LLAMA_7B:  # the stand-in for a model whose costs are not known
             return sizes.lengths.new_zeros(())
-        computed, saved = (
-            training_flops(costs, tokens.to(dtype), self.trained_share).sum()
-            for tokens in (sizes.lengths, sizes.shared_tokens)
+        document_flops, shared_flops = (
+            training_flops(costs, tokens.to(dtype), self.trained_share).sum() for tokens in (sizes.lengths, sizes.saved)
         )
-        images = sequence_sizes(inputs).to(dtype)
-        return computed - saved + 3 * costs.tower(images, images**2).sum()
+        image_sizes = sequence_sizes(inputs).to(dtype)
+        tower_flops = 3 * costs.tower(image_sizes, image_sizes**2).sum()  # a backward costs two forwards
+        return document_flops - shared_flops + tower_flops
 
     @cached_property
     def trained_share(self) -> float:
@@ -358,28 +419,31 @@ class Objective(TrainerPart):
         return trained_share(self._trainer.model, without=self._data.images.tower)
 
     def gather_totals(self) -> None:
-        """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
+        """Gather the sums of all ranks, and add the tokens to the counts of the trainer. All ranks must call it."""
         gathered = self.totals.gather(self._trainer.accelerator, self._data.ranks.copies)
         self._trainer._total_train_tokens += round(gathered["tokens"])
         input_tokens = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
         self._trainer.state.num_input_tokens_seen += round(input_tokens[str(self.args.include_num_input_tokens_seen)])
 
     def add_metrics(self, logs: dict[str, float], start_time: float | None) -> None:
-        """Add to `logs` what was trained since the last log; at the end, in the whole training. All ranks must call."""
+        """Add to `logs` what was trained since the last log; in the last log, in the whole training.
+
+        All ranks must call it.
+        """
         is_end = "train_runtime" in logs
-        if not (self.replaces_trl_loss and (is_end or ("loss" in logs and start_time is not None))):
+        is_training_log = is_end or ("loss" in logs and start_time is not None)  # and not of an evaluation
+        if not self.replaces_trl_loss or not is_training_log:
             return
         self.gather_totals()
         window = self.totals.end_window()
         span = self.totals.training if is_end else window
         if span.num_steps:
             packing = self._data.source.packing
-            capacity = None  # strategies that keep unpacked steps do not fill micro-batches
+            capacity = None  # packs are not filled by a strategy that keeps the documents of unpacked steps
             if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank
-            peak = self.args.peak_tflops or own_peak_tflops(
-                self._trainer.accelerator.device, self._data.attention_dtype
-            )
+            device = self._trainer.accelerator.device
+            peak = self.args.peak_tflops or own_peak_tflops(device, self._data.attention_dtype)
             logs |= self.totals.metrics(span, capacity=capacity, num_ranks=self.args.world_size, peak_tflops=peak)
             if not self._trainer.aux_loss_enabled:
                 logs.pop("aux_loss", None)
@@ -389,23 +453,24 @@ class Objective(TrainerPart):
 
 
 def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the loss of the label, and the sum of losses of all tokens, at each position; 0 where none is trained.
+    """Return two losses at each position, (B, T - 1), for label smoothing; 0 where no token is trained.
 
-    The order of operations is that of transformers' `LabelSmoother`, so that losses are equal to the bit.
+    The first is the loss of the label, and the second the sum of the losses of all tokens of the vocabulary. The order
+    of operations is that of transformers' `LabelSmoother`, so that losses are equal to the bit.
     """
     labels = inputs.get("shift_labels")
     if labels is None:
         logits = logits[:, :-1]
         labels = inputs["labels"][:, 1:]
-    log_probs = -torch.nn.functional.log_softmax(logits, dim=-1)
+    token_losses = -torch.nn.functional.log_softmax(logits, dim=-1)
     is_untrained = labels == IGNORE_INDEX
-    nll = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    total = log_probs.sum(-1, dtype=torch.float32)
-    return nll.masked_fill(is_untrained, 0), total.masked_fill(is_untrained, 0)
+    label_losses = token_losses.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    summed_losses = token_losses.sum(-1, dtype=torch.float32)
+    return label_losses.masked_fill(is_untrained, 0), summed_losses.masked_fill(is_untrained, 0)
 
 
 def check_one_document_per_row(inputs: dict[str, Any]) -> None:
-    """Refuse a pack with shared prefixes for which TRL computes the loss, as it does in evaluation mode."""
+    """Refuse a pack with shared prefixes before TRL computes its loss, as TRL does in evaluation mode."""
     layout = layout_of(inputs)
     if not layout.shares_rows:
         return
