@@ -8,10 +8,11 @@ The loss is the negative log-likelihood, whatever the training loss is. If the u
 `compute_loss_func` or with a subclass that has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a
 warning says so.
 
-Words: A *trained token* is a token with a label. A *pack* is a row of several documents; *padded* batches have one
-document per row. A pack *shares prefixes* if the common beginning of documents is computed once. The packed model must
-be *proved*: tested that documents in a pack do not influence each other. *Copies* are ranks that evaluate the same
-documents, because they divide one model between them (tensor parallelism).
+Words: A *trained token* is a token with a label. A *document* is one example of the set as the model reads it. A *pack*
+is one sequence of several documents; *padded* batches have one document per row. The model must be *proved* before it
+evaluates packs: a test shows that documents in a pack do not influence each other. A *feature* (`feature.py`) is an
+option of packs, such as `share_prefixes`. *Copies* are ranks that evaluate the same documents, because they divide one
+model between them (tensor parallelism).
 """
 
 import logging
@@ -69,7 +70,7 @@ class Evaluation(TrainerPart):
 
     _totals: EvaluationTotals  # sums of the running evaluation
     _has_warned_of_user_loss = False
-    # Whether copies have equal batches in the running evaluation, as the padded loader of this package gives them
+    # Whether the running evaluation reads padded batches of this package, which are equal on all copies
     _has_equal_batches = False
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, package_class: type):
@@ -90,7 +91,7 @@ class Evaluation(TrainerPart):
             ValueError: the set cannot be evaluated.
         """
         if isinstance(dataset, IterableDataset) and self._reads_rows:
-            # A stream is read into a table: it is finite, and all of it is needed in each evaluation
+            # The stream is read into a table in memory, because each evaluation needs all of it
             dataset = self._data.images.table(dataset)
         if self._evaluates_documents(dataset):
             return self._evaluation_loader(dataset, needs_logits)
@@ -114,7 +115,8 @@ class Evaluation(TrainerPart):
 
         A model that is not proved yet is proved first.
         """
-        if not self.args.packs_evaluation or (needs_logits and not self.args.prediction_loss_only):
+        returns_logits = needs_logits and not self.args.prediction_loss_only
+        if not self.args.packs_evaluation or returns_logits:
             return False
         if not self.args.packing:
             return True  # `_packs_accepted` proves the model, and lets it accept packs during the evaluation only
@@ -131,14 +133,12 @@ class Evaluation(TrainerPart):
 
     @property
     def _feature(self) -> Feature:
-        """The feature of packs of an evaluation.
-
-        Documents cannot share rows with a loss of the user, which expects one label per position.
-        """
+        """The feature that packs of an evaluation have."""
+        # A loss of the user expects one label per position, so documents do not share the positions of a prefix
         shares = self._data.shares_rows and self.is_exact
         return features_of(self.args).in_evaluation(packs_images=self._data.packs_images, shares=shares)
 
-    def _rows(self, dataset: Dataset) -> DocumentDataset:
+    def _read_documents(self, dataset: Dataset) -> DocumentDataset:
         """Return the documents of a set, with their sources if the set has the column. Refuse bad sources."""
         args = self.args
         source_column = args.source_column if args.source_column in dataset.column_names else None
@@ -156,6 +156,7 @@ class Evaluation(TrainerPart):
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
         pad_token_id = self._trainer._tokenizer.pad_token_id
+        # If rows are turns with images, each has the source of its conversation
         return DocumentDataset(reader, documents, pad_token_id, values=values.select(reader.conversations))
 
     def check_evaluation_sets(self) -> None:
@@ -168,11 +169,12 @@ class Evaluation(TrainerPart):
         datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
         for name, dataset in datasets.items():
             if self._evaluates_documents(dataset):
-                self._check_trained(self._rows(dataset).documents, "eval" if name is None else f"eval_{name}")
+                documents = self._read_documents(dataset).documents
+                self._check_trained(documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
         """Refuse a set without a trained token, which has no loss. `prefix` is the prefix of its metrics."""
-        counts = documents.ledger.given
+        counts = documents.ledger.given  # before documents are truncated
         if not documents.ledger.kept.trained_tokens:
             raise ValueError(
                 f"Cannot compute `{prefix}_loss`: of {counts.tokens} tokens in {counts.documents} documents, "
@@ -183,10 +185,10 @@ class Evaluation(TrainerPart):
             )
 
     def _check_padded(self, documents: Documents, needs_logits: bool) -> None:
-        """Refuse an evaluation that padded batches cannot do.
+        """Refuse a set that cannot be evaluated in padded batches.
 
         Raises:
-            ValueError: a document needs several ranks, or copies cannot divide predictions or inputs between them.
+            ValueError: a document does not fit on one rank, or copies cannot divide predictions or inputs between them.
         """
         args = self.args
         copies = self._data.ranks.copies
@@ -199,7 +201,8 @@ class Evaluation(TrainerPart):
                 "`eval_packing` is False, or DeepSpeed or FSDP has not trained yet. Set `prediction_loss_only=True` "
                 "and evaluate packs during or after training, or give a set of shorter documents."
             )
-        # transformers gathers predictions from all ranks. Copies have equal predictions, so each copy returns some rows
+        # transformers gathers predictions from all ranks. Copies have equal predictions, so each copy returns its share
+        # of the rows
         if copies == 1 or not needs_logits or args.prediction_loss_only:
             return
         if args.eval_batch_size % copies:
@@ -228,8 +231,8 @@ class Evaluation(TrainerPart):
         if "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=args.packs_evaluation)
-        rows = self._rows(dataset)
-        documents = rows.documents
+        document_dataset = self._read_documents(dataset)
+        documents = document_dataset.documents
         sampler: PackedBatchSampler | PaddedBatchSampler
         collate: Callable[..., Any]
         if self._packs_evaluation(needs_logits):
@@ -252,11 +255,11 @@ class Evaluation(TrainerPart):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            check_padded_images(self._trainer.accelerator, rows.reader)
+            check_padded_images(self._trainer.accelerator, document_dataset.reader)
             collate = self._data.images.padded(self._data.padded_collator)
-        if rows.values.sources is not None:
+        if document_dataset.values.sources is not None:
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
-        return self._data.make_loader(rows, sampler, collate)
+        return self._data.make_loader(document_dataset, sampler, collate)
 
     def run(
         self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
@@ -272,13 +275,16 @@ class Evaluation(TrainerPart):
         Returns:
             The output of the loop, with replaced metrics.
         """
-        # First, set up. Predictions, metrics and the user's own `prediction_step` do not need a trained token
-        rows = dataloader.dataset
-        if loss_only and isinstance(rows, DocumentDataset) and not self._user_methods("prediction_step"):
-            self._check_trained(rows.documents, prefix)
-        self._objective.gather_totals()  # `num_tokens` is also logged here
-        names = rows.values.names if isinstance(rows, DocumentDataset) else ()
-        self._totals = EvaluationTotals(self._trainer.accelerator.device, names)
+        # First, set up the totals. A loss needs a trained token; predictions, and a `prediction_step` of the user, do
+        # not need one
+        document_dataset = dataloader.dataset
+        source_names: tuple[str, ...] = ()
+        if isinstance(document_dataset, DocumentDataset):
+            source_names = document_dataset.values.names
+            if loss_only and not self._user_methods("prediction_step"):
+                self._check_trained(document_dataset.documents, prefix)
+        self._objective.gather_totals()  # `num_tokens` of the training set is logged with the metrics
+        self._totals = EvaluationTotals(self._trainer.accelerator.device, source_names)
         if self._loss_of_user is not None and not self._has_warned_of_user_loss:
             self._has_warned_of_user_loss = True
             logger.warning(
@@ -287,13 +293,13 @@ class Evaluation(TrainerPart):
                 self._loss_of_user,
             )
         sampler = getattr(dataloader, "batch_sampler", None)
-        packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
 
         # Second, run the loop
-        with self._packs_accepted() if packs else nullcontext():
-            if packs and self.args.packing:
-                prove_degrees(self._trainer, packs.planner.packing.degrees)
+        has_packs = isinstance(sampler, PackedBatchSampler)
+        with self._packs_accepted() if has_packs else nullcontext():
+            if isinstance(sampler, PackedBatchSampler) and self.args.packing:
+                prove_degrees(self._trainer, sampler.planner.packing.degrees)
             output = loop()
 
         # Third, replace the metrics of the loop
@@ -302,10 +308,10 @@ class Evaluation(TrainerPart):
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
-            source_names = [name for name in metrics if "/" in name]
-            for name in source_names:
+            names_with_source = [name for name in metrics if "/" in name]
+            for name in names_with_source:
                 output.metrics[f"{prefix}_{name}"] = metrics.pop(name)
-            # TRL's `log` averages these lists and adds them to what is logged
+            # TRL's `log` averages these lists, and adds the means to the metrics of the loop
             logged = self._trainer._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
             logged["num_tokens"] = [self._trainer._total_train_tokens]
@@ -315,7 +321,7 @@ class Evaluation(TrainerPart):
 
     @contextmanager
     def _packs_accepted(self) -> Iterator[None]:
-        """Within this context, the model accepts packs. If training is not packed, the model is proved first."""
+        """Let the model accept packs in this context. If training is not packed, the model is proved first."""
         packed_model = self._trainer.packed_model if self.args.packing else self._data.make_packed_model()
         with packed_model.attending():
             if not self.args.packing:
@@ -344,7 +350,7 @@ class Evaluation(TrainerPart):
         Args:
             model: the model in its wrappers.
             inputs: the batch.
-            loss_only: whether only the loss is needed.
+            loss_only: whether only the loss is needed. Then the fused LM head computes it, without logits in memory.
 
         Returns:
             The mean loss of the batch, the logits and the labels. The loss is None without labels; logits and labels
@@ -357,6 +363,7 @@ class Evaluation(TrainerPart):
         inputs["use_cache"] = False
         layout = layout_of(inputs)
         with torch.no_grad(), self._trainer.compute_loss_context_manager():
+            # First case: only the loss, of packs or of padded batches
             if loss_only:
                 if self._trainer.aux_loss_enabled:
                     inputs["output_router_logits"] = True
@@ -365,11 +372,13 @@ class Evaluation(TrainerPart):
                 targets = layout.targets(outputs.label_mask)
                 if self._trainer.aux_loss_enabled:
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-                    # The value is zero on all ranks of a group but the first. So the mean of `degree` times the value
-                    # over the ranks of the group is the value of the pack
+                    # If several ranks share a pack, the first has the value of the pack, and the others have 0. So the
+                    # value is multiplied by their number before the mean over ranks is taken
                     aux_loss = self._trainer.accelerator.gather(layout.group.size * aux_loss).mean().item()
                     self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
+
+            # Second case: the logits of padded batches, too
             labels = inputs.pop("labels", None)
             shift_labels = inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
@@ -381,6 +390,7 @@ class Evaluation(TrainerPart):
         if self._has_equal_batches:
             copies = self._data.ranks.copies
             index = self._data.ranks.index
-            # Each copy returns its own rows of the batch, because transformers gathers the rows of all ranks
-            logits, labels = (rows if rows is None else rows.chunk(copies)[index] for rows in (logits, labels))
+            # Each copy returns its share of the rows, because transformers gathers the rows of all ranks
+            logits = logits.chunk(copies)[index]
+            labels = None if labels is None else labels.chunk(copies)[index]
         return loss, logits, labels
