@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from ranks.faults import Begins, boundary_of_mixers
+from ranks.faults import BEHIND_PROOF, Begins
 from ranks.table import CHECKPOINTED, FAST, NO_ROUTER_LOSS, Row, build_model
 from ranks.training import Packed, make_trainer
 
@@ -96,7 +96,7 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
             collate = runner.data_collator
             runner.data_collator = lambda rows: collate(rows[::-1])
         if trainer == "leaking":
-            runner.add_callback(Begins(boundary_of_mixers, stack))
+            runner.add_callback(Begins(BEHIND_PROOF["boundary_of_mixers"], stack))
         trained = {name: p for name, p in runner.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().double().clone() for name, p in trained.items()}
         runner.train()

@@ -2,26 +2,25 @@
 
 import pickle
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
 from accelerate.utils import find_batch_size, send_to_device
 from hypothesis import given
 from hypothesis import strategies as st
+from support.features import PRESENT, sharing_collator
 from test_wings import MODULES
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.rank_share import cut_part
-from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.group import Group
-from trl_packfix.layout import LAYOUT_KEY, Layout, PackedLayout, SharedRowsLayout, UnpackedLayout, layout_of
+from trl_packfix.layout import LAYOUT_KEY, Layout, PackedLayout, UnpackedLayout, layout_of
 
 
 def turns(lengths: list[int], prompt: int = 2) -> list[dict[str, list[int]]]:
@@ -33,7 +32,7 @@ def turns(lengths: list[int], prompt: int = 2) -> list[dict[str, list[int]]]:
     return [{"input_ids": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]} for tokens in rows]
 
 
-COLLATORS = {"whole": PackedDataCollator, "runs": lambda **given: PrefixCollator(min_shared=1, **given)}
+COLLATORS = {"whole": PackedDataCollator} | ({"runs": sharing_collator} if "prefixes" in PRESENT else {})
 
 
 def parts_of(documents, kind, degree):
@@ -51,7 +50,6 @@ def test_a_batch_without_an_entry_has_a_view_of_its_boundaries():
     rows = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5)}
     assert type(layout_of(rows)) is UnpackedLayout
     assert layout_of(rows).document_count == 2
-    assert type(layout_of(COLLATORS["runs"]()(turns([3, 4])))) is SharedRowsLayout
     assert not layout_of(rows).is_packed
     assert layout_of(batch).is_packed
 
@@ -71,7 +69,7 @@ def test_a_row_is_a_document():
     assert layout.row_counts(targets.trained).tolist() == [[True] * 4, [False] * 4, [True] * 4]
 
 
-@given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.sampled_from(["whole", "runs"]), st.integers(0, 3))
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.sampled_from([*COLLATORS]), st.integers(0, 3))
 def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
     """Each label must be that of the document, and predicted in the row that has the token before it."""
     documents = turns(lengths, prompt)
@@ -116,7 +114,7 @@ def test_only_packs_are_cut():
 
 @given(
     st.lists(st.integers(1, 12), min_size=2, max_size=6),
-    st.sampled_from(["whole", "runs"]),
+    st.sampled_from([*COLLATORS]),
     st.sampled_from([2, 3, 4]),
     st.integers(0, 3),
 )
@@ -151,39 +149,13 @@ def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
     return [(document, label) for document, label in pairs[values != IGNORE_INDEX].tolist()]
 
 
-def test_two_packs_that_share_other_rows_have_other_checksums():
-    """The tokens, the labels and the boundaries of their runs are the same."""
-    documents = turns([6, 6, 6])
-    batch = COLLATORS["runs"](pad_to_multiple_of=2)(documents)
-    keys = batch[LAYOUT_KEY].kv_index.clone()
-    keys[-1] -= 1
-    other = batch | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=keys)}
-    assert cut_part(batch, Group(2))[LAYOUT_KEY].checksum != cut_part(other, Group(2))[LAYOUT_KEY].checksum
-
-
-def test_the_router_statistic_counts_a_row_once_for_each_document():
-    """The statistic of the documents alone, end to end, must be that of the rows with their counts."""
-    documents = turns([6, 4, 9])
-    batch = PrefixCollator(min_shared=1, keeps_last_rows=True)(documents)
-    layout = layout_of(batch)
-    logits = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))  # of each token
-    every = torch.cat([logits[document["input_ids"]] for document in documents])
-    counts = layout.row_counts(layout.trained)
-    found = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts)
-    assert found.item() == pytest.approx(load_balancing_loss_func((every,), 4, 2).item(), rel=1e-6)
-    once = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts.clamp(max=1))
-    assert once.item() != pytest.approx(found.item(), rel=1e-4)
-
-
 # What it survives
 
 
 def entries() -> dict[str, dict]:
-    return {
-        "runs": COLLATORS["runs"](pad_to_multiple_of=2)(turns([6, 6, 3])),
-        "part of runs": parts_of(turns([6, 6, 3]), "runs", 2)[1][1],
-        "part of whole": parts_of(turns([6, 6, 3]), "whole", 2)[1][1],
-    }
+    documents = turns([6, 6, 3])
+    made = {kind: make(pad_to_multiple_of=2)(documents) for kind, make in COLLATORS.items() if kind != "whole"}
+    return made | {f"part of {kind}": parts_of(documents, kind, 2)[1][1] for kind in COLLATORS}
 
 
 ENTRIES = pytest.mark.parametrize("batch", entries().values(), ids=entries())
@@ -251,6 +223,5 @@ def test_questions_compile_to_one_graph(batch):
 def test_only_those_who_make_a_layout_know_its_class():
     """Everybody else asks `layout_of`, and so works with a new layout, too."""
     imports = re.compile(r"^ *from \.+layout import .*\b(SharedRowsLayout|PackedLayout|UnpackedLayout)\b", re.MULTILINE)
-    assert [name for name, path in MODULES.items() if imports.search(path.read_text())] == [
-        "features.prefixes.collator"
-    ]
+    found = {name for name, path in MODULES.items() if imports.search(path.read_text())}
+    assert not {name for name in found if not name.startswith("features.")}

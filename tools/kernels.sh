@@ -15,5 +15,5 @@ if [ ! -e $kernels/.installed ] || [ constraints-kernels.txt -nt $kernels/.insta
         --no-build-isolation --no-binary mamba_ssm --requirement constraints-kernels.txt
     touch $kernels/.installed
 fi
-$kernels/bin/python tests/on_triton.py "$@"
+$kernels/bin/python tests/features/hybrids/on_triton.py "$@"
 $kernels/bin/python -m pytest -q tests/training/test_liger.py -k triton

@@ -11,6 +11,7 @@ import pytest
 import support
 import torch
 import torch.nn.attention
+from support.features import PRESENT, needs, sharing
 from support.models import build_tiny_model
 from support.shared_rows import pack_of
 from support.strict_varlen import ATEN, StrictVarlen
@@ -22,8 +23,7 @@ from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import KernelLaunch, attend_on_cuda
 from trl_packfix.attention.runs import attend_pack_on_cuda
-from trl_packfix.features.prefixes.collator import PrefixCollator
-from trl_packfix.features.prefixes.sharing import PrefixSharing
+from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
 _fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="torch has FlashAttention-3 from 2.11 on")
@@ -73,7 +73,7 @@ def fa3(monkeypatch):
 
 def shared_runs():
     documents = [{"input_ids": [*range(1, 9 * n), *([100 + n] * 5)]} for n in range(1, 7)]
-    batch = PrefixCollator()(documents)
+    batch = sharing().make_collator(PackedDataCollator())(documents)
     return batch["input_ids"].shape[1], pack_of(batch)
 
 
@@ -86,14 +86,15 @@ def images(q, k, v):
     return flash_on_cuda(q, k, v, None, CudaKernel((BOUNDS, BOUNDS), (129, 129), None, 0.125, is_causal=False))
 
 
-ROWS, RUNS = shared_runs()
 CALLS = {
     "plain": (sum(LENGTHS), documents()),
     "window, sinks": (sum(LENGTHS), documents(50, torch.tensor([0.5, -1.0, 2.0, 0.0]))),
     "tower": (sum(LENGTHS), images),
-    "prefixes": (ROWS, lambda q, k, v: attend_pack_on_cuda(q, k, v, RUNS, scale=0.125)),
-    "prefixes, chunk": (ROWS, lambda q, k, v: attend_pack_on_cuda(q, k, v, RUNS, scale=0.125, chunk=16)),
 }
+if "prefixes" in PRESENT:
+    ROWS, RUNS = shared_runs()
+    CALLS["prefixes"] = ROWS, lambda q, k, v: attend_pack_on_cuda(q, k, v, RUNS, scale=0.125)
+    CALLS["prefixes, chunk"] = ROWS, lambda q, k, v: attend_pack_on_cuda(q, k, v, RUNS, scale=0.125, chunk=16)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -123,11 +124,11 @@ def test_the_report_names_it(fa3):
     assert shares.reason == f"FA3, which is activated in torch; flash_attention_3 {LOOKS_UP}"
 
 
-@pytest.mark.parametrize("fault", ["", "wrong"])
-def test_the_probe_judges_it(fault, fa3):
+@pytest.mark.parametrize("fault, setting", [pytest.param("", "pack", marks=needs("prefixes")), ("wrong", "off")])
+def test_the_probe_judges_it(fault, setting, fa3):
     fa3.fault = fault
     model = build_tiny_model("llama", dtype=torch.bfloat16)
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, on_leak="raise", feature=PrefixSharing("pack"))
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, on_leak="raise", feature=sharing(setting))
     with Dispatched() as mode:
         report = packed.prove(model)
         assert (report.isolated and report.equal) is not bool(fault)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.features import needs, sharing
 from support.models import build_tiny_model, select_attention
 from support.runs import texts, trainer
 from support.versions import enable_checkpointing, selects_checkpoints
@@ -27,7 +28,6 @@ from trl_packfix.compat import VARLEN_KERNEL
 from trl_packfix.data import by_length
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.training import trainer as sft_trainer
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,9 @@ def pack(lengths, **settings):
 
 def shared_pack(num_documents):
     """Return a pack whose documents share more with the one before than with earlier ones, as turns of a chat do."""
-    return collated(PrefixCollator(), [[5] * (80 - 3 * i) + [6 + i] * 8 for i in range(num_documents)])
+    return collated(
+        sharing().make_collator(PackedDataCollator()), [[5] * (80 - 3 * i) + [6 + i] * 8 for i in range(num_documents)]
+    )
 
 
 def pack_by_length(monkeypatch):
@@ -106,7 +108,14 @@ def pack_by_length(monkeypatch):
 READS = {"": (1, 1), "reentrant": (2, 1), "non-reentrant": (2, 1), "prefixes": (1, 1), "launches of prefixes": None}
 
 
-@pytest.mark.parametrize("model_type, case", [*product(TYPES, READS), ("llama", "by length")])
+def marks_of(case):
+    return needs("prefixes") if "prefixes" in case else ()
+
+
+CASES = [pytest.param(kind, case, marks=marks_of(case)) for kind, case in product(TYPES, READS)]
+
+
+@pytest.mark.parametrize("model_type, case", [*CASES, ("llama", "by length")])
 def test_no_read_on_the_host(model_type, case, as_on_cuda, monkeypatch):
     model = prepared(model_type)
     if "reentrant" in case:
@@ -164,7 +173,10 @@ def test_one_graph_for_packs_of_one_shape(as_on_cuda):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("model_type, shares", [("llama", False), ("gpt_oss", False), ("llama4_text", True)])
+@pytest.mark.parametrize(
+    "model_type, shares",
+    [("llama", False), ("gpt_oss", False), pytest.param("llama4_text", True, marks=needs("prefixes"))],
+)
 def test_one_graph_without_breaks(model_type, shares, as_on_cuda):
     """`fullgraph=True` raises at a graph break; other documents need no other graph."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.features import PRESENT, needs
 from support.launch import PROCESS_SECONDS
 from support.models import build_tiny_model
 from support.versions import gemma3_leaks
@@ -119,7 +120,7 @@ def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for name in ("llama", "bloom", "lfm2"):
+    for name in ("llama", "bloom", *["lfm2"] * ("hybrids" in PRESENT)):
         build_tiny_model(name).save_pretrained(folder / name)
     return folder
 
@@ -132,6 +133,10 @@ def test_check_a_model(saved, capsys):
     assert re.search(r"\n *verdict +isolated: ", out)
     assert "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
+
+
+@needs("hybrids")
+def test_the_kernels_of_mixers_are_named(saved, capsys):
     assert main(["check", str(saved / "lfm2")]) == 0
     assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.features import needs, sharing
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.rank_share import PER_TOKEN, RankShare, cut_part
-from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.group import Group
 from trl_packfix.layout import LAYOUT_KEY
 
@@ -69,13 +69,14 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     assert (found.group, found.checksum) == (own.group, own.checksum)
 
 
-@pytest.mark.parametrize("kind", [PackedDataCollator, PrefixCollator])
+@pytest.mark.parametrize("setting", ["off", pytest.param("pack", marks=needs("prefixes"))])
 @pytest.mark.parametrize("multiple, degree", [(None, 4), (5, 4)])
-def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):
+def test_rows_are_padded_for_the_ranks_that_share_them(setting, multiple, degree):
     """In one place, whatever makes the rows: padded again behind it, runs and images would lie in other rows."""
     found = [{"input_ids": [*range(5, 26), last, last + 1]} for last in (30, 40, 50)]
-    collate = PackCollator(kind(multiple))
-    whole = kind(math.lcm(multiple or 1, degree))(found)
+    make_collator = sharing(setting).make_collator
+    collate = PackCollator(make_collator(PackedDataCollator(multiple)))
+    whole = make_collator(PackedDataCollator(math.lcm(multiple or 1, degree)))(found)
     num_rows = whole["input_ids"].shape[1]
     assert num_rows % degree == 0
     assert num_rows % (multiple or 1) == 0
@@ -85,4 +86,4 @@ def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
     for part in parts:
         assert torch.equal(part["cu_seq_lens_k"], whole["cu_seq_lens_k"])
-        assert part["layout"].shares_rows == (kind is PrefixCollator)
+        assert part["layout"].shares_rows is (setting == "pack")

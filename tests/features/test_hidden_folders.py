@@ -1,8 +1,14 @@
-"""The core works without the folder of a feature: it imports, trains, and refuses what needs the folder."""
+"""The core works without the folder of a feature: it imports, trains, and refuses what needs the folder.
+
+Its tests pass, too: they and their helpers import no feature, and cases with one are skipped (`support/features.py`).
+"""
 
 import json
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from support.launch import PROCESS_SECONDS, ROOT, environment
@@ -16,7 +22,22 @@ REFUSALS = {
     "prefixes": "`share_prefixes='pack'` was given, and this installation of trl_packfix is without its folder "
     "`features/prefixes`, which does it. Set `share_prefixes='off'`, or",
 }
-pytestmark = pytest.mark.processes
+FOLDERS = (ROOT / "trl_packfix" / "features", ROOT / "tests" / "features")
+
+
+def in_features(files: Iterable[Path]) -> set[Path]:
+    return {file for file in files if not set(FOLDERS).isdisjoint(file.parents)}
+
+
+def test_no_test_of_the_core_imports_a_feature():
+    """Nor do its helpers in tests and tools: not at the top, not in a function, and not by a public name."""
+    imported_files = runpy.run_path(str(ROOT / "tools" / "tests_of.py"))["imported_files"]
+    tests = {*(ROOT / "tests").rglob("*.py")}
+    of_core = tests - in_features(tests)
+    assert len(of_core) > 150
+    assert sum(bool(in_features(imported_files(file))) for file in in_features(tests)) > 10, "imports are not seen"
+    helpers = [*(ROOT / "tools" / "sweep").glob("*.py")]
+    assert {file.name: found for file in [*of_core, *helpers] if (found := in_features(imported_files(file)))} == {}
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +53,20 @@ def found(tmp_path_factory):
     return {row["feature"]: row for row in rows}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_core_imports_without_the_folder(feature, found):
     assert found[feature]["num_modules"] > 130
     assert found[feature]["hidden_modules"] == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_plain_model_is_proved_and_trains_without_the_folder(feature, found):
     assert found[feature]["plain"] == [2, True]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_needs_the_folder_is_refused(feature, found):
     message = found[feature]["refusal"] or "nothing was refused"
@@ -50,9 +74,11 @@ def test_what_needs_the_folder_is_refused(feature, found):
     assert "nstall trl_packfix anew" in message
 
 
+@pytest.mark.processes
 def test_hybrid_models_train_unpacked_without_the_folder(found):
     assert found["hybrids"]["unpacked_steps"] == 2
 
 
+@pytest.mark.processes
 def test_planning_of_families_is_refused_without_the_folder(found):
     assert found["prefixes"]["refusal_of_families"].startswith("`share_prefixes='family'` was given")

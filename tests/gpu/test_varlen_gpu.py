@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.features import needs, sharing
 from support.models import select_attention
 from support.versions import enable_checkpointing
 from torch import nn
@@ -29,7 +30,6 @@ from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
 pytestmark = pytest.mark.gpu
@@ -231,12 +231,13 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
 def shared_runs(device):
     """Return turns of a chat, each beginning as the one before it, and a document of its own: 5.5 keys per row."""
     turns = [{"input_ids": [*range(1, 150 * n), *([1000 + n] * 9)]} for n in range(1, 12)]
-    batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
+    batch = sharing().make_collator(PackedDataCollator())([*turns, {"input_ids": [7] * 70}])
     shared = batch[LAYOUT_KEY].to(device)
     bounds = batch["cu_seq_lens_q"].to(device), batch["cu_seq_lens_k"].to(device)
     return PackedForward(*bounds, batch["max_length_q"], batch["max_length_k"], **shared.attention_fields())
 
 
+@needs("prefixes")
 @pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"window": 128}, {"chunk": 100}], ids=str)
 def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from support.features import needs
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import trl_trains
@@ -228,7 +229,7 @@ def test_a_step_that_raises_without_a_target_breaks_the_last_law():
 # Real models
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "falcon_mamba"])
+@pytest.mark.parametrize("name", ["llama", "opt", pytest.param("falcon_mamba", marks=needs("hybrids"))])
 def test_our_packs_hold(name):
     model = build_tiny_model(name, vocab_size=64)
     prepare_for_packing(model, max_length=64)

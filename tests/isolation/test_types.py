@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.features import PRESENT, needs, sharing
 from support.versions import IS_5_24, current_models
 from sweep import zoo
 from sweep.double import in_double
@@ -14,7 +15,6 @@ from trl_packfix import check_isolation
 from trl_packfix.attention.mixer_support import mixer_function_places
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,12 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(kind, marks=current_models) for kind in NEW)])
+def marks_of(model_type: str) -> list[pytest.MarkDecorator]:
+    marks = [current_models] if model_type in NEW else []
+    return [*marks, needs("hybrids")] if (TYPES | NEW)[model_type].mixers else marks
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(kind, marks=marks_of(kind)) for kind in TYPES | NEW])
 def test_documents_of_a_type_are_what_they_are_alone(model_type):
     wanted = (TYPES | NEW)[model_type]
     model = zoo.build_model(model_type)
@@ -109,13 +114,14 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     after = model.state_dict()
     assert after.keys() == weights.keys()
     assert all(torch.equal(after[name], weights[name]) for name in weights)
-    if wanted.shares is not None:
-        packed_model.feature = PrefixSharing("pack")
+    shares = wanted.shares if "prefixes" in PRESENT else None
+    if shares is not None:
+        packed_model.feature = sharing()
         reason = packed_model.prove_feature(model)
-        assert (reason is None) is wanted.shares, reason
-        assert wanted.repaired or wanted.shares or "a scan that cannot begin with the state of a prefix" in reason
+        assert (reason is None) is shares, reason
+        assert wanted.repaired or shares or "a scan that cannot begin with the state of a prefix" in reason
         assert not wanted.repaired or reason.startswith("these modules are repaired")
-    if wanted.shares:  # logits and every gradient, in fp64
+    if shares:  # logits and every gradient, in fp64
         for each in (model, pristine):
             each.set_experts_implementation("eager")  # the grouped matrix product has no float64
         with in_double():
@@ -128,12 +134,14 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
 
 
+@needs("hybrids")
+@needs("prefixes")
 def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
     """The gated delta rule computes in fp32 in every dtype. In fp64 its rounding would still be that of fp32."""
     model, pristine = (zoo.build_model("qwen3_5_text") for _ in range(2))
     packed_model = PackedModel(model, torch.float32, "cpu", 64)
     packed_model.prove(model)
-    packed_model.feature = PrefixSharing("pack")
+    packed_model.feature = sharing()
     assert packed_model.prove_feature(model) is None
     judge = PrefixJudge(pristine)
     rounded = judge.compare(model, torch.float32).error

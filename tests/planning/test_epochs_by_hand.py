@@ -12,11 +12,9 @@ from support.planners import make_epochs
 from trl_packfix.data import epochs
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner, ResumePoint, unpacked_order
-from trl_packfix.features.prefixes import families
 from trl_packfix.planning.costs import CostModel, TowerCosts
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.packs import PackPlan, shuffle_packs
-from trl_packfix.planning.token_order import TokenOrder
 
 
 def documents_of(lengths, **arrays):
@@ -143,36 +141,9 @@ def test_the_first_epoch_is_scheduled_with_the_settings_before_it():
 # Units
 
 
-def find_pieces(monkeypatch, strategy, epochs=(0,), **settings):
-    """Return the units of some epochs, and the arguments with which families were cut into pieces."""
-    given = []
-    monkeypatch.setattr(EpochPlanner, "num_steps", 3, raising=False)
-    monkeypatch.setattr(EpochPlanner, "__post_init__", lambda planner: None)
-    tokens = TokenOrder(np.arange(10), np.full(10, 5))
-
-    def make_pieces(planner, tokens, splits_copies=True):
-        given.append((tokens.order.tolist(), splits_copies))
-        return f"pieces {len(given)}"
-
-    monkeypatch.setattr(families, "make_family_pieces", make_pieces)
-    documents = documents_of([10] * 10, tokens=tokens)
-    planner = make_epochs(documents, strategy, batch_size=2, accumulation=2, **settings)
-    return [planner.units(epoch) for epoch in epochs], given
-
-
-def test_units_are_documents_or_families(monkeypatch):
-    (units,), given = find_pieces(monkeypatch, "minibatch")
+def test_units_are_documents():
+    units = plan_ten().units(0)
     assert units.rows.tolist() == [10] * 10
-    assert given == []
-    units, given = find_pieces(monkeypatch, "stream", (0, 1), share_prefixes="family")
-    assert units == ["pieces 1", "pieces 1"]
-    assert given == [([*range(10)], True)]
-    units, given = find_pieces(monkeypatch, "minibatch", (0, 1), share_prefixes="family")
-    assert units == ["pieces 1", "pieces 2"]
-    assert [splits_copies for _, splits_copies in given] == [False, False]
-    for epoch, (order, _) in enumerate(given):  # the documents of a step are neighbours
-        steps = unpacked_order(10, 0, epoch).tolist()
-        assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [sorted(steps[i : i + 4]) for i in (0, 4, 8)]
 
 
 def test_a_rest_of_fewer_documents_than_a_step_is_left_out():

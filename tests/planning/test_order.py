@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.features import PRESENT
 from support.planners import make_epochs
 
 from trl_packfix.data.documents import Documents, Ledger
@@ -98,8 +99,9 @@ RUNS = {strategy: {"strategy": strategy} for strategy in STRATEGIES} | {
     "as they come": {"strategy": "stream", "world_size": 2, "balance": "none"},
     "the last step dropped": {"strategy": "stream", "accumulation": 3, "drop_last": True},
     "groups of ranks": {"strategy": "stream", "batch_size": 1, "world_size": 2, "tokens_per_rank": LONGEST // 2},
-    "families": {"strategy": "stream", "share_prefixes": "family"},
 }
+if "prefixes" in PRESENT:
+    RUNS["families"] = {"strategy": "stream", "share_prefixes": "family"}
 
 
 def epochs_of(run: str, seed: int, num: int = 400, **changed):

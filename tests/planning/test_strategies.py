@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from support.planners import make_epochs
 from support.runs import trainer
-from test_scheduling import documents_of, problems, rows_of
+from test_scheduling import KINDS, documents_of, problems, rows_of
 
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
 from trl_packfix.cli import main
@@ -92,7 +92,7 @@ def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
     assert "next_fit" in json.dumps(json.loads(capsys.readouterr().out))
 
 
-@pytest.mark.parametrize("kind, tokens_per_rank", [("families", None), ("documents", 16), ("families", 16)])
+@pytest.mark.parametrize("kind, tokens_per_rank", [(kind, room) for kind in KINDS for room in (None, 16)])
 def test_the_new_strategy_packs_families_and_for_groups_of_ranks(next_fit, kind, tokens_per_rank):
     """Nothing but its record says that it exists."""
     documents = documents_of(rows_of(60, 0), kind, strategy="next_fit")

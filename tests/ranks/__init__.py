@@ -5,7 +5,8 @@ table.py       the table of equivalences: each row must end where TRL ends unpac
 training.py    one training, of a row under an engine, or of TRL
 scenarios.py   what a comparison of weights does not show: which rank trains what, evaluation, the probe
 restarts.py    runs that continue from a checkpoint
-preferences.py DPO with and without `pack_forward`
-exchange.py    attention, mixers and proofs on parts of packs, without a trainer
+exchange.py    attention and proofs on parts of packs, without a trainer
 faults.py      what the comparisons must find
+
+`features/NAME/on_ranks.py` and `faults.py` of tests have those that need the folder of a feature.
 """

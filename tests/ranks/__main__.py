@@ -13,13 +13,15 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
 
 import torch._inductor.compile_fx  # noqa: F401 # DeepSpeed and torch.compile would import it in each rank
+from support.features import module_of_tests
 from support.versions import run_deepspeed_on_cpus
 
-from . import exchange, faults, preferences, restarts, scenarios, training
+from . import exchange, faults, restarts, scenarios, training
 from .engines import SHARDED, Scenarios, run_all
 from .scenarios import reversed_on_odd_ranks
 from .table import FAULTS, ONE, PAIRS, ROWS, Row
 
+OF_HYBRIDS = module_of_tests("hybrids", "on_ranks")
 WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
 RESTARTS = {
     "parts_prefixes": "ddp",
@@ -28,17 +30,21 @@ RESTARTS = {
     "images": "ddp",
     "images_stream": "ddp",
 }
+RESTARTS = {name: engine for name, engine in RESTARTS.items() if name in ROWS}
 
 
 def equivalence() -> Scenarios:
     """Return the rows of the table, and what is compared without a trainer."""
     rows = {f"{engine}/{name}": partial(training.train, row=ROWS[name], engine=engine) for engine, name in PAIRS}
-    return rows | {f"ddp4/{each.__name__}": each for each in (exchange.attention, exchange.mixers, exchange.proofs)}
+    rows |= {f"ddp4/{each.__name__}": each for each in (exchange.attention, exchange.proofs)}
+    return rows | ({"ddp4/mixers": OF_HYBRIDS.mixers} if OF_HYBRIDS is not None else {})
 
 
 def planted() -> Scenarios:
     """Return the rows of the table with their faults, behind the proofs, and the faults that the proofs must find."""
-    found = {f"ddp/{each.__name__}": each for each in (exchange.faults_of_mixers, exchange.faults_of_proofs)}
+    found: Scenarios = {"ddp/faults_of_proofs": exchange.faults_of_proofs}
+    if OF_HYBRIDS is not None:
+        found["ddp/faults_of_mixers"] = OF_HYBRIDS.faults_of_mixers
     for engine, name, fault in FAULTS:
         found[f"{engine}/{name}-{fault}"] = partial(train_wrong, engine=engine, name=name, fault=fault)
     return found
@@ -82,7 +88,8 @@ def whole() -> Scenarios:
     parts = ROWS["parts"]
     ddp(s.refused, "other_packs", row=parts, data=lambda: reversed_on_odd_ranks(parts.documents()))
     ddp(s.refused, "other_second_pass", row=parts, data=s.other_second_pass, max_steps=6)
-    ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
+    if "parts_prefixes_llava" in ROWS:
+        ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
     ddp(s.refused, "other_rows", row=Row(), data=s.rows_of_each_rank)
     later = {"packing_strategy": "stream", "logging_steps": 2, "max_steps": 4}
     ddp(s.refused, "later_rows", row=Row(), data=s.later_rows_of_each_rank, **later)
@@ -100,6 +107,8 @@ def whole() -> Scenarios:
 
 def pairs() -> Scenarios:
     """Return trainings by trainers of other kinds on padded rows."""
+    preferences = module_of_tests("pack_forward", "on_ranks")
+    assert preferences is not None, "the folder of `pack_forward` is missing"
     runs = [(engine, name) for engine, names in preferences.RUNS.items() for name in names]
     return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in runs}
 

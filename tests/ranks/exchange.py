@@ -1,4 +1,4 @@
-"""Attention, mixers and proofs on parts of packs, on four ranks without a trainer."""
+"""Attention and proofs on parts of packs, on four ranks without a trainer."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,31 +11,23 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from support import vision
+from support.features import PRESENT, sharing
 from support.models import build_tiny_model, select_attention
-from sweep import zoo
-from sweep.double import in_double
 from sweep.image_families import make_examples
 from torch import nn
 from torch._dynamo.utils import counters
 
 import trl_packfix
-from trl_packfix import PackingLeakError
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.features.prefixes.collator import PrefixCollator
-from trl_packfix.features.prefixes.images import ImagePrefixProbe
-from trl_packfix.features.prefixes.sharing import PrefixSharing
+from trl_packfix.feature import PLAIN
 from trl_packfix.group import ALONE, Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.image_probe import ImageProbe
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
 
 from . import faults
-from .table import HYBRIDS
 
 # Turns of a chat: 47 rows and padding, and runs attend to rows in other parts
 CHAT = [[*range(20), 30 + n, *range(40, 45)] for n in range(4)]
@@ -47,9 +39,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window and sinks": {"sliding_window": 4, "sinks": True},
     "value dim": {"value_dim": 6},
     "softcap": {"softcap": 2.0},
-    "prefixes": {"prefixes": True},
-    "window and prefixes": {"sliding_window": 4, "prefixes": True},
 }
+SHARES = "prefixes" in PRESENT
+if SHARES:
+    FEATURES |= {"prefixes": {"prefixes": True}, "window and prefixes": {"sliding_window": 4, "prefixes": True}}
 
 
 def start(*degrees: int) -> None:
@@ -90,7 +83,7 @@ def attention(folder: Path) -> dict:
             found["faults"][name] = [difference(8, 2, degree, prefixes=name == "prefixes") for degree in degrees]
     torch._dynamo.reset()
     counters.clear()
-    shares = {"full": False, "prefixes": True}
+    shares = {"full": False} | ({"prefixes": True} if SHARES else {})
     found["compiled"] = {name: difference(8, 2, 2, compiled=True, prefixes=on) for name, on in shares.items()}
     found["graphs"] = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()  # else the graphs of the right exchange run
@@ -106,7 +99,8 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
     whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS), group=ALONE)
     if prefixes:
-        batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
+        collate = sharing().make_collator(PackedDataCollator(pad_to_multiple_of=4))
+        batch = collate([{"input_ids": tokens} for tokens in CHAT])
         whole = PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index, group=ALONE)
     num_tokens = whole.num_tokens
     shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
@@ -136,72 +130,6 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     return largest_of_ranks([gap.abs().max() for gap in gaps])
 
 
-# Mixers of hybrid models
-
-# A type for each kind of scan; `benchmarks/sequence_parallel.py` runs all types
-MIXED = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "mamba2", "mamba"]
-# Three have a scan of their own, and all have one convolution
-PLANTED_IN_MIXERS = {name: ["no_states"] for name in HYBRIDS.values()} | {"lfm2": ["no_halo", "no_gradient"]}
-
-
-def mixers(folder: Path) -> dict:
-    """Return the largest difference of parts from the whole pack, in fp64."""
-    start(2, 4)
-    with in_double():
-        return {kind: mixed_difference(kind, 4) for kind in MIXED}
-
-
-def faults_of_mixers(folder: Path) -> dict:
-    """Return what the proof says of the faults that are planted in mixers."""
-    start(2)
-    verdicts = {}
-    for model_type, planted in PLANTED_IN_MIXERS.items():
-        model = zoo.build_model(model_type)
-        packed = PackedModel(model, torch.float32, "cpu", 64)
-        packed.prove(model)
-        for name in planted:
-            with faults.MIXERS[name]():
-                try:
-                    packed.prove_degree(model, 2)
-                    verdicts[model_type, name] = True, ""
-                except PackingLeakError as error:
-                    verdicts[model_type, name] = False, str(error)
-    return verdicts
-
-
-def mixed_difference(kind: str, degree: int) -> float:
-    """Return the difference of the logits, and of the gradients of all parameters, which are summed over the parts.
-
-    It is relative to the largest logit and to the largest gradient, and the largest of all ranks.
-    """
-    model = zoo.build_model(kind).double().train()
-    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    select_attention(model)
-    guard = mark_packed_forwards(model)
-    generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(16, 128, (n,), generator=generator) for n in LENGTHS]
-    batch = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": ids} for ids in documents])
-    weights = torch.randn(1, sum(LENGTHS), 128, generator=generator, dtype=torch.float64)
-    group = Group(degree, dist.get_rank() % degree)
-    rows = group.rows(sum(LENGTHS))
-    found = []
-    for is_part in (False, True):
-        given = rank_share.cut_part(dict(batch), group) if is_part else dict(batch)
-        own = rows if is_part else slice(None)
-        model.zero_grad()
-        logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
-        (logits * weights[:, own]).sum().backward()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        for grad in grads if is_part else ():
-            group.sum(grad)
-        found.append([logits.detach(), *grads])
-    guard.remove()
-    whole = [found[0][0][:, rows], *found[0][1:]]
-    scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
-    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(found[1], whole, scales, strict=True)]
-    return largest_of_ranks(gaps)
-
-
 # Proofs
 
 
@@ -228,8 +156,9 @@ IMAGE_PROOFS = {
 CHECKS: dict[str, Callable] = {
     "images": trl_packfix.check_isolation,
     "text": trl_packfix.check_isolation,
-    "shared": partial(check_packs, feature=PrefixSharing("pack")),
 }
+if SHARES:
+    CHECKS["shared"] = partial(check_packs, feature=sharing())
 
 
 def proofs(folder: Path) -> list:
@@ -240,7 +169,8 @@ def proofs(folder: Path) -> list:
     trl_packfix.prepare_for_packing(llama)
     for degree in (2, 4):
         found["whole", degree] = verdict(trl_packfix.check_isolation(llama, degree=degree))
-        found["shared", degree] = verdict(check_packs(llama, degree=degree, feature=PrefixSharing("pack")))
+        if SHARES:
+            found["shared", degree] = verdict(CHECKS["shared"](llama, degree=degree))
     shifting = build_tiny_model("llama")
     shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
     bloom = build_tiny_model("bloom")
@@ -252,7 +182,8 @@ def proofs(folder: Path) -> list:
     for family in IMAGE_PROOFS:
         model = vision.build_model(family)
         select_attention(model)
-        for name, kind in (("images", ImageProbe), ("shared", ImagePrefixProbe)):
+        for name, feature in (("images", PLAIN), ("shared", sharing())) if SHARES else (("images", PLAIN),):
+            kind = feature.make_probe_class(ImageProbe)
             examples = make_examples(family, model)
             found[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
             probe = kind(model, examples, degree=2)
@@ -278,8 +209,8 @@ def faults_of_proofs(folder: Path) -> list:
             found["unseen" if name == "prefixes" else "whole", name] = verdict(
                 trl_packfix.check_isolation(model, degree=2)
             )
-            if name in ("leak", "prefixes"):
-                found["shared", name] = verdict(check_packs(model, degree=2, feature=PrefixSharing("pack")))
+            if SHARES and name in ("leak", "prefixes"):
+                found["shared", name] = verdict(CHECKS["shared"](model, degree=2))
     for family, planted in IMAGE_PROOFS.items():
         model = vision.build_model(family)
         select_attention(model)

@@ -4,13 +4,14 @@
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from support.faults import Fault, changed, together
+from support.features import PRESENT, module_of_tests
 from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
 
@@ -18,12 +19,11 @@ from trl_packfix import compat
 from trl_packfix.attention import exchange, forwards, image_parts, varlen
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.image_parts import TowerDivision
-from trl_packfix.attention.packed_forward import PackedForward, running_forward
+from trl_packfix.attention.packed_forward import running_forward
 from trl_packfix.data import image_collator, loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
-from trl_packfix.features.hybrids import mixers, prefixes
-from trl_packfix.group import ALONE, Group, make_groups
+from trl_packfix.group import Group, make_groups
 from trl_packfix.layout import ComparedContent, SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
@@ -35,31 +35,10 @@ from trl_packfix.training.objective import Objective
 from trl_packfix.training.step_comparison import StepComparison
 from trl_packfix.training.totals import TrainingTotals
 
-Fault = Callable[[], AbstractContextManager]
+OF_HYBRIDS = module_of_tests("hybrids", "faults")
 
 
-def changed(owner: Any, name: str, wrong: Callable) -> Fault:
-    """Return a fault that runs `wrong(right, *arguments)` in place of a function `name` of `owner`."""
-
-    def fault():
-        right = getattr(owner, name)
-        return mock.patch.object(owner, name, lambda *given, **more: wrong(right, *given, **more))
-
-    return fault
-
-
-def together(*faults: Fault) -> Fault:
-    @contextmanager
-    def fault():
-        with ExitStack() as stack:
-            for each in faults:
-                stack.enter_context(each())
-            yield
-
-    return fault
-
-
-# Attention and mixers on parts of packs
+# Attention on parts of packs
 
 
 def forgets_boundaries(right, bounds, num_tokens):
@@ -83,14 +62,6 @@ def without_prefixes(right, *args, running, **options):
     return right(*args, running=running, **options)
 
 
-def own_states_only(right, scan, running):
-    """Begin a scan anew in each part, on all its heads."""
-    if not running.group.is_alone:
-        bounds = torch.tensor([0, running.part_tokens], dtype=torch.int32)
-        running = PackedForward(bounds, bounds, running.part_tokens, running.part_tokens, group=ALONE)
-    return right(scan, running)
-
-
 def gradients_of_one_rank_lost(right, ctx, grad):
     """Lose what the second rank of a group sends back."""
     found, *others = right(ctx, grad)
@@ -102,15 +73,11 @@ ATTENTION: dict[str, Fault] = {
     "leak": changed(varlen, "_lengths_between", forgets_boundaries),
     "chunks": changed(HeadExchange, "to_heads", parts_in_wrong_order),
     "heads": changed(HeadExchange, "to_tokens", heads_in_wrong_order),
-    "prefixes": changed(varlen, "_attend_documents", without_prefixes),
 }
-MIXERS: dict[str, Fault] = {
-    "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, group: torch.zeros_like(rows[:, :width])),
-    "no_states": changed(mixers, "run_scan", own_states_only),
-    # These two move no state
-    "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
-    "gradients_lost": changed(exchange._AllToAll, "backward", gradients_of_one_rank_lost),
-}
+if "prefixes" in PRESENT:
+    ATTENTION["prefixes"] = changed(varlen, "_attend_documents", without_prefixes)
+# It moves no state
+GRADIENTS: dict[str, Fault] = {"gradients_lost": changed(exchange._AllToAll, "backward", gradients_of_one_rank_lost)}
 
 
 # Images on parts of packs
@@ -192,25 +159,6 @@ def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
 # One process
 
 
-@contextmanager
-def boundary_of_mixers():
-    """Begin the last document of each pack with the state, and with the last tokens, of the one before it."""
-
-    def wrong(running):
-        bounds = running.cu_seq_lens_q
-        fewer = torch.cat([bounds[:-2], bounds[-1:]]) if len(bounds) > 2 else bounds
-        return replace(running, cu_seq_lens_q=fewer, cu_seq_lens_k=fewer, derived={})
-
-    with ExitStack() as patches:
-        for name, place in {"run_scan": 1, "_boundary_tensor": 0, "_rows_with_context": 0}.items():
-
-            def on_fewer(right, *given, place=place, **more):
-                return right(*given[:place], wrong(given[place]), *given[place + 1 :], **more)
-
-            patches.enter_context(changed(mixers, name, on_fewer)())
-        yield
-
-
 def each_row_once(right, layout, mask):
     """Let only the first of the documents that train a row train it, and none of the others."""
     first = np.unique(layout.target_rows.numpy(), return_index=True)[1]
@@ -242,12 +190,6 @@ def images_of_last_turns(right, self, turn, processor):
     return made | {"images": images[len(images) - len(made["images"]) :]}
 
 
-def without_parents(right, pack):
-    """Begin the recurrent layers of a hybrid anew behind a shared image."""
-    levels, place = right(pack)
-    return [level._replace(parents=None) for level in levels], place
-
-
 class Begins(TrainerCallback):
     """A fault from the first step on, behind the proof of the model."""
 
@@ -263,7 +205,6 @@ class Begins(TrainerCallback):
 # Leaks, which the proof of the model would refuse: they begin behind it
 BEHIND_PROOF: dict[str, Fault] = {
     "one_document": changed(varlen, "_lengths_between", lambda right, bounds, num_tokens: [num_tokens]),
-    "boundary_of_mixers": boundary_of_mixers,
 }
 ONE: dict[str, Fault] = {
     "each_row_once": changed(SharedRowsLayout, "targets", each_row_once),
@@ -277,7 +218,6 @@ ONE: dict[str, Fault] = {
     "images_of_the_last_turn": changed(Conversation, "row_of_turn", images_of_last_turns),
     "thoughts_kept": lambda: mock.patch("support.vision.stripping", lambda processor: processor),
     "images_of_other_rows": changed(PackedImages, "__call__", in_order_of_documents),
-    "states_forgotten": changed(prefixes, "levels_of", without_parents),
 }
 
 unseen = changed(SamePackCheck, "check", lambda right, self, batches: None)
@@ -312,7 +252,10 @@ TRAINING: dict[str, Fault] = {
     ),
     "summed_twice": lambda: mock.patch.object(compat, "SUMMED_BY_RANKS", "no style"),
 }
-ALL = ATTENTION | MIXERS | IMAGES | TRAINING | ONE
+ALL = ATTENTION | GRADIENTS | IMAGES | TRAINING | ONE
+if OF_HYBRIDS is not None:
+    ALL |= OF_HYBRIDS.ON_PARTS | OF_HYBRIDS.ONE
+    BEHIND_PROOF |= OF_HYBRIDS.BEHIND_PROOF
 stream_unseen = changed(stream_source, "check_same_stream", lambda right, *given: None)
 ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen, stream_unseen)
 ALL["other_images_unseen"] = together(ALL["other_images"], unseen)

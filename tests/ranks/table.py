@@ -14,6 +14,7 @@ import yaml
 from datasets import Dataset, concatenate_datasets
 from peft import IA3Config, LoraConfig
 from support import vision
+from support.features import PRESENT, features_in
 from support.models import build_tiny_model
 from support.prefixes import forest
 from sweep import zoo
@@ -42,6 +43,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 HYBRIDS = {"delta": "qwen3_5_text", "conv": "lfm2", "scan": "falcon_h1", "mamba": "mamba"}
 HYBRIDS |= {"scan_and_experts": "granitemoehybrid", "scan_alone": "nemotron_h"}
+MIXING = {*HYBRIDS, "mamba2", "kimi_linear", "jamba", "qwen3_next", "qwen3_5"}  # models that need a feature
 
 
 def adapter(**settings: Any) -> LoraConfig:
@@ -171,6 +173,11 @@ class Row:
     def documents(self, seed: int = 0) -> Dataset:
         found = documents(self.data, seed)
         return found.select(range(self.num)) if self.num else found
+
+    @property
+    def features(self) -> set[str]:
+        """The features that the row combines."""
+        return features_in(self.ours) | ({"hybrids"} if self.model in MIXING else set())
 
     @property
     def is_in_trl(self) -> bool:
@@ -403,6 +410,7 @@ ROWS: dict[str, Row] = {
         "llava", data="questions", accumulation=2, ours=FAMILY, engines=ONE, faults=("compared_by_placeholder",)
     ),
 }
+ROWS = {name: row for name, row in ROWS.items() if row.features <= PRESENT}
 PAIRS = [(engine, name) for name, row in ROWS.items() for engine in row.engines if engine != "one"]
 IN_ONE = [name for name, row in ROWS.items() if row.engines == ONE]
 FAULTS = [(row.engines[0], name, fault) for name, row in ROWS.items() if row.engines != ONE for fault in row.faults]

@@ -228,7 +228,7 @@ def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
     before = engine_state.snapshot(trainer)
     with trainer.packed_model.attending():
         for planted in (None, fault):
-            with faults.MIXERS[planted]() if planted else nullcontext():
+            with faults.ALL[planted]() if planted else nullcontext():
                 report = check_isolation(trainer.model_wrapped, 64, degree=2)
             found[planted] = report.max_gradient, report.max_change <= report.tolerance and report.equal
     changed = gather_object([engine_state.changed(before, engine_state.snapshot(trainer))])

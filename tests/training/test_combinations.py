@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig, PromptTuningConfig
+from support.features import PRESENT, features_in
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import ANSWER, PROMPT, config
 from support.versions import TRANSFORMERS
@@ -160,8 +161,11 @@ ALSO = {
     of.VIRTUAL_TOKENS: (of.ADAPTERS,),
     of.NO_EMPTY_THINKING: (of.ASSISTANT_ONLY,),
 }
-# What older versions of transformers do not have
+# What older versions of transformers do not have, and what needs the folder of a feature
 ABSENT = {of.PIPELINE, of.TENSORS_AND_SHARDS} if Version("5.20") > TRANSFORMERS else set[Condition]()
+ABSENT |= {choice for choice, made in MADE.items() if not features_in(made) <= PRESENT}
+if "hybrids" not in PRESENT:
+    ABSENT |= {of.TOKENS_PER_RANK_OF_HYBRIDS}
 ROWS = [
     (feature, other) for feature in CONFLICTS for other in feature.conflicts if not {feature.choice, other} & ABSENT
 ]
@@ -246,7 +250,7 @@ def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
     """It must be called so in the help of its field, and in the report of a run with it (`test_report.py`)."""
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
     assert labelled == {"tokens_per_rank"}
-    args = config(tmp_path, packing=True, share_prefixes="pack")
+    args = config(tmp_path, packing=True)
     assert experimental_choices(RunSettings(args=args)) == ()
     (divided,) = experimental_choices(RunSettings(args=args, model=SimpleNamespace(_tp_size=2)))
     assert divided.startswith("tensor or expert parallelism")

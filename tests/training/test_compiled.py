@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support.features import marked
 from support.models import build_tiny_model
 from support.runs import trainer, weights
 from support.strict_varlen import StrictVarlen
@@ -122,7 +123,7 @@ def num_linear_layers(run):
 
 
 @compiles_inputs
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES))
 def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path):
     run, counted = train(tmp_path, **CASES[case])
     assert counted.calls == [0] + [num_linear_layers(run)] * (STEPS - 1)  # layers are compiled after the first step

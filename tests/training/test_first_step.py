@@ -10,8 +10,9 @@ import pytest
 import torch
 from datasets import Dataset
 from ranks import faults
-from ranks.faults import changed
 from support import vision
+from support.faults import changed
+from support.features import needs
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import current_models
 from sweep import page, zoo
@@ -281,7 +282,7 @@ FAULTS = {
 
 
 # opt lays a mask on packs in older versions and is refused before the first step
-MARKS = {"positions go on": current_models}
+MARKS = {"positions go on": current_models, "a shared row counts once": needs("prefixes")}
 
 
 @pytest.mark.parametrize(

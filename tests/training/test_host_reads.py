@@ -2,6 +2,7 @@
 
 import pytest
 import trl
+from support.features import marked
 from support.host_reads import ReadsOfSteps
 from support.runs import texts, trainer
 from support.strict_varlen import StrictVarlen
@@ -41,7 +42,7 @@ def stock(tmp_path_factory):
 
 
 @trl_trains
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", marked(OURS))
 def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_path, monkeypatch):
     """On the path of CUDA, with a stand-in for the kernels; TRL's loss runs without its Triton kernels here."""
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)

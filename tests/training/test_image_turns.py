@@ -12,6 +12,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, load_from_disk
+from support.features import PRESENT, needs
 from support.vision import MESSAGES, build_model, build_processor, by_turn, conversations, make, message, stripping
 
 from trl_packfix.cli import main
@@ -57,6 +58,7 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
     assert "pixel_values" in last
 
 
+@needs("prefixes")
 def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
     """A conversation must compute each image once with the settings that docs/per_turn.md names."""
     page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()
@@ -82,7 +84,7 @@ def test_evaluation_has_each_turn_once(tmp_path):
     expected = make(tmp_path, "llava", turns, eval_packing=False, max_length=300, **kwargs).evaluate(turns)
     losses = [name for name in expected if "loss" in name]
     assert len(losses) == 3
-    for more in ({}, {"eval_packing": False}, {"share_prefixes": "pack"}):
+    for more in ({}, {"eval_packing": False}, *[{"share_prefixes": "pack"}] * ("prefixes" in PRESENT)):
         made = run(tmp_path, given, weight_column="share", **kwargs, **more)
         assert made.data.source.row_values.weights.tolist() == np.repeat(given["share"], 3).tolist()
         found = made.evaluate(given)

@@ -18,6 +18,7 @@ from ranks import exchange, faults
 from ranks.engines import DIVIDING, ENGINES, SHARDED, ranks_of
 from ranks.table import FAULTS, NUM_STEPS, PAIRS, ROWS, Row
 from ranks.training import train_unpacked
+from support.features import module_of_tests, needs
 from support.launch import Launch
 from support.rounding import RESOLUTION, loss_difference, tolerance, weight_difference
 from support.versions import SHARDS_GRADIENTS_ON_CPUS, TRANSFORMERS
@@ -26,7 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
     pytest.mark.processes,
 ]
-ROUNDING = ("full", "lora", "parts_delta", "images")
+ROUNDING = [name for name in ("full", "lora", "parts_delta", "images") if name in ROWS]
+OF_HYBRIDS = module_of_tests("hybrids", "on_ranks")
 EXACT = ("num_tokens", "trained_tokens", "documents_per_step", "mean_token_accuracy")
 LOGGED = ("loss", "entropy", "aux_loss", *EXACT)
 
@@ -156,6 +158,7 @@ def test_ranks_train_as_the_row_says(launch, engine, name):
         assert images <= found["tiles"] < 1.5 * images
 
 
+@needs("prefixes")
 def test_the_table_mixes_degrees_and_leaves_ranks_without_documents(launch):
     assert {degree for degree, *_ in launch["ddp4", "parts_family"]["seen"]} == {1, 2, 4}
     report = launch["ddp4", "parts_family"]["report"]
@@ -218,13 +221,15 @@ def test_groups_are_aligned_neighbours(launch):
     assert launch["ddp4", "attention"]["groups"] == {2: [0, 1], 4: [0, 1, 2, 3]}
 
 
+@needs("hybrids")
 def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch):
     """The logits and gradients must be the same in fp64."""
     cases = launch["ddp4", "mixers"]
-    assert cases.keys() == {*exchange.MIXED}
+    assert cases.keys() == {*OF_HYBRIDS.MIXED}
     assert all(0 < gap < 1e-13 for gap in cases.values()), cases
 
 
+@needs("prefixes")
 def test_right_models_pass_on_parts_of_packs(launch):
     first, *others = launch["ddp4", "proofs"]
     assert all(other == first for other in others), "all ranks find the same"
@@ -248,6 +253,7 @@ def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
 
 
 @pytest.mark.faults
+@needs("prefixes")
 def test_the_proof_on_parts_finds_faults_and_places_them(planted):
     first, *others = planted["ddp", "faults_of_proofs"]
     assert all(other == first for other in others)
@@ -262,10 +268,11 @@ def test_the_proof_on_parts_finds_faults_and_places_them(planted):
 
 
 @pytest.mark.faults
+@needs("hybrids")
 def test_the_proof_on_parts_finds_faults_of_mixers(planted):
     """A halo that sends no gradient back moves no state: only the gradient of a document shows it."""
     found = planted["ddp", "faults_of_mixers"]
-    assert len(found) == sum(map(len, exchange.PLANTED_IN_MIXERS.values()))
+    assert len(found) == sum(map(len, OF_HYBRIDS.PLANTED_IN_MIXERS.values()))
     for (kind, fault), (is_right, said) in found.items():
         assert not is_right, (kind, fault)
         assert fault != "no_gradient" or "gradients of documents are not what they are alone" in said

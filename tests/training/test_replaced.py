@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from support.features import needs
 from support.models import build_tiny_model
 from support.runs import documents_of, texts, trainer, weights
 
@@ -30,7 +31,10 @@ def with_documents(run):
     return documents
 
 
-@pytest.mark.parametrize("settings", [{}, {"share_prefixes": "family"}, {"packing_strategy": "minibatch"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"share_prefixes": "family"}, marks=needs("prefixes")), {"packing_strategy": "minibatch"}],
+)
 def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_path):
     settings = {"learning_rate": 1e-2, "num_train_epochs": 2} | settings
     run = trainer(tmp_path, ROWS, **settings)

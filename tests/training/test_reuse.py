@@ -8,6 +8,7 @@ import torch
 import trl
 from packaging.version import Version
 from support.examples import leaking_example
+from support.features import needs
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from support.versions import TRL, enable_checkpointing, is_checkpointing
@@ -19,7 +20,8 @@ from trl_packfix.attention.forwards import CarryingCheckpoint
 pytestmark = pytest.mark.slow
 
 # On packs as they are and on repaired packs; whether all trainers are built before the first trains; reentrant or not
-MODELS = [("llama", True, None), ("bloom", False, True), ("mamba", True, False)]
+MAMBA = pytest.param("mamba", True, False, marks=needs("hybrids"))
+MODELS = [("llama", True, None), ("bloom", False, True), MAMBA]
 KINDS = ["packed", "unpacked", "stock", "stock packed"]
 
 
@@ -75,7 +77,9 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
         assert not any(isinstance(checkpoint, CarryingCheckpoint) for checkpoint in checkpoints)
 
 
-@pytest.mark.parametrize("model_type, reentrant", [("llama", False), ("mpt", True), ("mamba", False)])
+@pytest.mark.parametrize(
+    "model_type, reentrant", [("llama", False), ("mpt", True), pytest.param("mamba", False, marks=needs("hybrids"))]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad")
 def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant, tmp_path):
     class Enable(TrainerCallback):
@@ -142,7 +146,8 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
     assert not torch.equal(weights(runs[0]), weights(first))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bloom", "lfm2"])  # on varlen attention, repaired, on mixers
+# On varlen attention, repaired, on mixers
+@pytest.mark.parametrize("model_type", ["llama", "bloom", pytest.param("lfm2", marks=needs("hybrids"))])
 def test_two_trainers_train_at_once_in_threads_as_one_after_the_other(model_type, tmp_path):
     runs = [
         trainer(tmp_path / f"{order}{seed}", texts(12), model_type, max_steps=3, learning_rate=1e-2, seed=seed)

@@ -16,6 +16,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
+from support.features import needs
 from support.models import build_tiny_model
 from support.runs import start_weights, stock, trainer, weights
 from support.user_code import USER_CODE, with_mean, with_step, with_teacher
@@ -165,6 +166,7 @@ def test_even_targets_keeps_units_and_capacity_and_is_never_less_even(units, num
     assert spread(packs) <= spread(given_packs)
 
 
+@needs("prefixes")
 def test_families_are_evened_out_too(tmp_path):
     """A family has the trained tokens of all its documents."""
     begin = list(range(10, 50))

@@ -13,7 +13,8 @@ import resource
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.features.prefixes.collator import PrefixCollator
+from trl_packfix.feature import Feature, features_of
 from trl_packfix.layout import layout_of
 
 from .double import in_double
@@ -292,8 +293,13 @@ def alike_documents(generator: torch.Generator) -> dict[str, list[Tensor]]:
 
 
 def with_prefixes(documents: list[Tensor]) -> dict[str, Any]:
-    """Return the packed batch of `PrefixCollator`, with every common beginning shared."""
-    return packed(documents, PrefixCollator(min_shared=1))
+    """Return the packed batch of a run with `share_prefixes`, with every common beginning shared."""
+    return packed(documents, replace(prefix_sharing().make_collator(PackedDataCollator()), min_shared=1))
+
+
+def prefix_sharing() -> Feature:
+    """Return the feature of a run with `share_prefixes="pack"`."""
+    return features_of(SimpleNamespace(share_prefixes="pack"))
 
 
 def packed(documents: list[Tensor], collate: PackedDataCollator | None = None) -> dict[str, Any]:

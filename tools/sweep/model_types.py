@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.reporting.numbers import finite
 
 from . import image_families, zoo
-from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl, settle_process
+from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl, prefix_sharing, settle_process
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it
 WRONG = "wrong"
@@ -50,7 +49,8 @@ class Row:
         repairs: the modules that run on each document separately, and how.
         shared, prefixes: whether two ranks can share a pack, and documents prefixes: "yes", "no", or "" if it was not
             tested; "wrong" if the probe allows it and the judge does not.
-        with_kernels: the verdict of a type with mixers with the packages of their kernels (`tests/on_kernels.py`).
+        with_kernels: the verdict of a type with mixers with the packages of their kernels
+            (`tests/features/hybrids/on_kernels.py`).
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
         images: the verdict on packs with images, or "not tested"; "" for causal types.
     """
@@ -173,7 +173,7 @@ def _sweep_text(model_type: str, kind: str, on_leak: str) -> Row:
 
 def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[str, float]:
     """Whether documents may share prefixes, and the error of the judge if they may; see `Row`."""
-    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, on_leak="raise", feature=PrefixSharing("pack"))
+    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, on_leak="raise", feature=prefix_sharing())
     packed.prove(model)
     if packed.prove_feature(model) is not None:
         return "no", 0.0

@@ -12,7 +12,7 @@ from support.launch import LAUNCH_SECONDS, ROOT, environment, rows_of
 from support.versions import current_models
 
 SITE = ROOT / "tests" / "support" / "kernel_site"
-TRITON = ROOT / "tests" / "on_triton.py"
+TRITON = ROOT / "tests" / "features" / "hybrids" / "on_triton.py"
 CONVOLUTION = "causal_conv1d_fn(seq_idx)"
 DELTA = {CONVOLUTION, "chunk_gated_delta_rule(cu_seqlens)"}
 MAMBA2 = {CONVOLUTION, "mamba_split_conv1d_scan_combined(seq_idx)"}
@@ -34,7 +34,7 @@ def found(tmp_path_factory):
     if not current_models.args[0]:
         words += ["--", "judge", *CALLS, "--", "reads", "lfm2", "bamba", "jamba"]
         words += ["--", "train", str(folder / "output"), "bamba", "kimi_linear"]
-    rows = rows_of("on_kernels.py", folder, *words)
+    rows = rows_of("features/hybrids/on_kernels.py", folder, *words)
     return {name: [row for row in rows if row["command"] == name] for name in ("rounding", "judge", "reads", "train")}
 
 

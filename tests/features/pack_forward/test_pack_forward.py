@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 import trl
+from features.pack_forward import on_ranks
+from features.pack_forward.rows import build_model, build_trainer, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from ranks import preferences
 from ranks.engines import ENGINES
 from support.launch import Launch
 from support.models import build_tiny_model, build_tokenizer, longrope
 from support.rounding import tolerance
-from support.rows import build_model, build_trainer, train
 from support.runs import start_weights
 from support.vision import make
 from sweep.double import in_double
@@ -618,15 +618,15 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize("engine", preferences.RUNS)
+@pytest.mark.parametrize("engine", on_ranks.RUNS)
 def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
     """Each engine must reach the weights of the stock trainer under DDP."""
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
-    references = {name: ranks["ddp", name]["weights"] for name in preferences.REFERENCES}
+    references = {name: ranks["ddp", name]["weights"] for name in on_ranks.REFERENCES}
     scale = references["stock"].abs().max()
     rounding = tolerance(float((references["regrouped"] - references["stock"]).abs().max() / scale))
-    for name in preferences.RUNS[engine]:
+    for name in on_ranks.RUNS[engine]:
         found = ranks[engine, name]
         assert found["engine"] == ENGINES[engine]
         if name in references:

@@ -10,13 +10,12 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from support.models import ARCHITECTURES, build_tiny_model, build_tokenizer
 from sweep import zoo
 from sweep.double import in_double
 from transformers import AutoModelForSequenceClassification, DataCollatorForLanguageModeling, PrinterCallback
 
 from trl_packfix import pack_forward
-
-from .models import ARCHITECTURES, build_tiny_model, build_tokenizer
 
 WORDS = ["alpha", "be", "gamma ray", "d", "epsilon", "zeta", "eta"]
 TRAINERS = {  # by name: not every version of TRL has all of them at its top

@@ -1,10 +1,11 @@
 """Runs hybrid models through transformers' path with kernels on the CPU, with strict stand-ins for the packages.
 
-    python tests/on_kernels.py judge qwen3_next bamba   # a JSON line per model type: probe, judge, what was recorded
-    python tests/on_kernels.py column docs bamba        # the column `with_kernels` of docs/compatibility.csv
-    python tests/on_kernels.py rounding bamba            # the probe where Mamba-2's kernel rounds most
-    python tests/on_kernels.py reads lfm2 bamba          # tensors that the host reads in a packed micro-batch, by place
-    python tests/on_kernels.py train FOLDER bamba       # a JSON line per training
+    HYBRIDS=tests/features/hybrids PYTHONPATH=.:tests
+    python $HYBRIDS/on_kernels.py judge qwen3_next bamba   # a JSON line per model type: probe, judge, what was recorded
+    python $HYBRIDS/on_kernels.py column docs bamba        # the column `with_kernels` of docs/compatibility.csv
+    python $HYBRIDS/on_kernels.py rounding bamba            # the probe where Mamba-2's kernel rounds most
+    python $HYBRIDS/on_kernels.py reads lfm2 bamba    # tensors that the host reads in a packed micro-batch, by place
+    python $HYBRIDS/on_kernels.py train FOLDER bamba       # a JSON line per training
 
 A process of its own: transformers looks for causal_conv1d, flash-linear-attention and mamba_ssm when it is imported.
 What the stand-ins (`support/kernel_site`) can and cannot show is said in their `strict.py`.

@@ -2,7 +2,7 @@
 
     tools/kernels.sh                         # 3 CPU minutes, in an environment of its own
     tools/kernels.sh --cases kimi_linear --csv kernels.csv
-    python tests/on_triton.py --stand-ins    # 7 CPU seconds, without the packages
+    python tests/features/hybrids/on_triton.py --stand-ins    # 7 CPU seconds, without the packages
 
 Tiny models that call flash-linear-attention's gated delta rule and KDA and mamba_ssm's scan of Mamba-2 as training
 does, forward and backward in fp32, on packs and where documents share prefixes. causal_conv1d has no Triton code, so
@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+TESTS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "benchmarks")]
 
 from common import columns_of, describe, make_console, make_parser, table_of, tell, write_csv
 
@@ -35,11 +35,11 @@ else:
 import strict
 import support  # noqa: F401  no network, one thread
 import torch
-from ranks import faults
+from features.hybrids.faults import BEHIND_PROOF, ONE
+from support.features import sharing
 from sweep import zoo
 from sweep.judge import ALONE, TOLERANCE, Judge, PrefixJudge, alone, packed
 
-from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = (19, 5, 1, 30)
@@ -61,11 +61,11 @@ def compare(model_type: str, shares_prefixes: bool, leaks: bool) -> float:
     judge = PrefixJudge(pristine) if shares_prefixes else OnePack(pristine)
     with ExitStack() as stack:
         if leaks:
-            fault = faults.ONE["states_forgotten"] if shares_prefixes else faults.boundary_of_mixers
+            fault = ONE["states_forgotten"] if shares_prefixes else BEHIND_PROOF["boundary_of_mixers"]
             stack.enter_context(fault())
         stack.enter_context(
             PackedModel(
-                model, torch.float32, "cpu", 64, feature=PrefixSharing("pack" if shares_prefixes else "off")
+                model, torch.float32, "cpu", 64, feature=sharing("pack" if shares_prefixes else "off")
             ).attending()
         )
         return judge.compare(model, torch.float32).decisive

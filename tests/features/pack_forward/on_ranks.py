@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
-from support.rows import build_trainer
+from ranks.engines import engine_of, engine_settings, weights_of
+from ranks.table import Row
+from ranks.training import load_model
 
 from trl_packfix import pack_forward
 
-from .engines import engine_of, engine_settings, weights_of
-from .table import Row
-from .training import load_model
+from .rows import build_trainer
 
 # "regrouped" is the stock run with more padding, which measures rounding
 REFERENCES = ("stock", "regrouped", "stock_lora")

@@ -1,0 +1,83 @@
+"""Mixers of hybrid models on parts of packs, on ranks without a trainer: part of the launch of `ranks/__main__.py`."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks.exchange import LENGTHS, largest_of_ranks, start
+from ranks.table import HYBRIDS
+from support.models import select_attention
+from sweep import zoo
+from sweep.double import in_double
+
+from trl_packfix import PackingLeakError
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.data import rank_share
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.group import Group
+from trl_packfix.isolation.packed_model import PackedModel
+
+from .faults import ON_PARTS
+
+# A type for each kind of scan; `benchmarks/sequence_parallel.py` runs all types
+MIXED = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "mamba2", "mamba"]
+# Three have a scan of their own, and all have one convolution
+PLANTED_IN_MIXERS = {name: ["no_states"] for name in HYBRIDS.values()} | {"lfm2": ["no_halo", "no_gradient"]}
+
+
+def mixers(folder: Path) -> dict:
+    """Return the largest difference of parts from the whole pack, in fp64."""
+    start(2, 4)
+    with in_double():
+        return {kind: mixed_difference(kind, 4) for kind in MIXED}
+
+
+def faults_of_mixers(folder: Path) -> dict:
+    """Return what the proof says of the faults that are planted in mixers."""
+    start(2)
+    verdicts = {}
+    for model_type, planted in PLANTED_IN_MIXERS.items():
+        model = zoo.build_model(model_type)
+        packed = PackedModel(model, torch.float32, "cpu", 64)
+        packed.prove(model)
+        for name in planted:
+            with ON_PARTS[name]():
+                try:
+                    packed.prove_degree(model, 2)
+                    verdicts[model_type, name] = True, ""
+                except PackingLeakError as error:
+                    verdicts[model_type, name] = False, str(error)
+    return verdicts
+
+
+def mixed_difference(kind: str, degree: int) -> float:
+    """Return the difference of the logits, and of the gradients of all parameters, which are summed over the parts.
+
+    It is relative to the largest logit and to the largest gradient, and the largest of all ranks.
+    """
+    model = zoo.build_model(kind).double().train()
+    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(16, 128, (n,), generator=generator) for n in LENGTHS]
+    batch = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": ids} for ids in documents])
+    weights = torch.randn(1, sum(LENGTHS), 128, generator=generator, dtype=torch.float64)
+    group = Group(degree, dist.get_rank() % degree)
+    rows = group.rows(sum(LENGTHS))
+    found = []
+    for is_part in (False, True):
+        given = rank_share.cut_part(dict(batch), group) if is_part else dict(batch)
+        own = rows if is_part else slice(None)
+        model.zero_grad()
+        logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
+        (logits * weights[:, own]).sum().backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        for grad in grads if is_part else ():
+            group.sum(grad)
+        found.append([logits.detach(), *grads])
+    guard.remove()
+    whole = [found[0][0][:, rows], *found[0][1:]]
+    scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
+    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(found[1], whole, scales, strict=True)]
+    return largest_of_ranks(gaps)

@@ -1,0 +1,31 @@
+"""Faults that tests plant: each is a context in which the package is wrong."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+Fault = Callable[[], AbstractContextManager]
+
+
+def changed(owner: Any, name: str, wrong: Callable) -> Fault:
+    """Return a fault that runs `wrong(right, *arguments)` in place of a function `name` of `owner`."""
+
+    def fault():
+        right = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *given, **more: wrong(right, *given, **more))
+
+    return fault
+
+
+def together(*faults: Fault) -> Fault:
+    """Return a fault that is all of these."""
+
+    @contextmanager
+    def fault():
+        with ExitStack() as stack:
+            for each in faults:
+                stack.enter_context(each())
+            yield
+
+    return fault
