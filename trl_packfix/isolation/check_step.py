@@ -42,13 +42,14 @@ LARGEST_USEFUL_TOLERANCE = 0.05  # a larger tolerance hides errors worth finding
 
 Document = dict[str, list[int]]  # `input_ids` and `labels`, of one length
 Groups = Sequence[Sequence[Document]]  # the documents of each micro-batch of a step
+Finding = tuple[float, str]  # how far a step is from a law, and what the law says
 
 
 @dataclass(frozen=True)
 class Law:
     """A law, and how far the step is from it."""
 
-    name: str  # "scale", "shift", "isolation", "content", "labels", "order", "grouping" or "masked"
+    name: str  # a key of `LAWS`
     error: float  # relative difference of gradients; infinite if they are not finite or the step raised
     sentence: str  # what the law says, or what the step raised
 
@@ -207,31 +208,59 @@ class _StepProbe:
         self.total = torch.stack(self.gradients_alone).sum(0)
 
     def test_laws(self) -> Iterator[Law]:
-        """Yield the laws that can be tested, with their errors, in the order in which they name a cause."""
-        documents = self.documents
-        if self.reference is not None:
-            pairs = zip(self.gradients_alone, documents, strict=True)
-            gap = max(largest_gap(gradient, self.reference_gradient(document)) for gradient, document in pairs)
-            yield Law("scale", gap, "one document alone has the gradient of its own loss")
+        """Yield the laws that can be tested, with their errors, in the order of `LAWS`."""
+        for name, test in LAWS.items():
+            found = test(self)
+            if found is not None:
+                error, sentence = found
+                yield Law(name, error, sentence)
+
+    def test_scale(self) -> Finding | None:
+        """Compare each document alone with the reference; None without one."""
+        if self.reference is None:
+            return None
+        pairs = zip(self.gradients_alone, self.documents, strict=True)
+        gap = max(largest_gap(gradient, self.reference_gradient(document)) for gradient, document in pairs)
+        return gap, "one document alone has the gradient of its own loss"
+
+    def test_shift(self) -> Finding | None:
+        """Change the tokens around the last label of a document; None where their effect cannot be seen."""
         gap_by_last_input = self.effect_of_last_input()
         if not self.nearest_token_counts():
-            yield Law(
-                "shift", inf, "a label is predicted from the token before it; it was not: are labels shifted twice?"
-            )
-        elif gap_by_last_input is not None:
-            yield Law("shift", gap_by_last_input, "a label is predicted from the tokens before it")
-        gap = self.effect_of_neighbours(documents, range(len(documents)))
-        yield Law("isolation", gap, "masked neighbours do not move a document")
-        gaps = {kind: self.effect_of_neighbours(pack, (0, 2)) for kind, pack in _misleading_packs(documents).items()}
+            return inf, "a label is predicted from the token before it; it was not: are labels shifted twice?"
+        if gap_by_last_input is None:
+            return None
+        return gap_by_last_input, "a label is predicted from the tokens before it"
+
+    def test_isolation(self) -> Finding:
+        """Compare each document among masked neighbours with the document alone."""
+        gap = self.effect_of_neighbours(self.documents, range(len(self.documents)))
+        return gap, "masked neighbours do not move a document"
+
+    def test_content(self) -> Finding:
+        """Compare documents whose content misleads about their boundaries, among masked neighbours, with them alone."""
+        packs = _misleading_packs(self.documents)
+        gaps = {kind: self.effect_of_neighbours(pack, (0, 2)) for kind, pack in packs.items()}
         kind = max(gaps, key=gaps.__getitem__)
-        yield Law("content", gaps[kind], f"nor where documents {kind}")
+        return gaps[kind], f"nor where documents {kind}"
+
+    def test_labels(self) -> Finding:
+        """Compare one pack of all documents with the sum of the documents alone."""
         # The first token of a document is no target, so its label must not count.
         labelled = [
-            document | {"labels": [document["input_ids"][0], *document["labels"][1:]]} for document in documents
+            document | {"labels": [document["input_ids"][0], *document["labels"][1:]]} for document in self.documents
         ]
-        yield Law("labels", self.gap_to_total([[documents], [labelled]]), "a pack is the sum of its documents")
+        return self.gap_to_total([[self.documents], [labelled]]), "a pack is the sum of its documents"
+
+    def test_order(self) -> Finding:
+        """Compare packs of the documents in other orders with the sum of the documents alone."""
+        documents = self.documents
         orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
-        yield Law("order", self.gap_to_total([[pack] for pack in orders]), "in any order")
+        return self.gap_to_total([[pack] for pack in orders]), "in any order"
+
+    def test_grouping(self) -> Finding:
+        """Compare the documents in several micro-batches, and on the ranks, with the sum of the documents alone."""
+        documents = self.documents
         groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
         groupings.append([[document] for document in documents])
         gap = self.gap_to_total(groupings)
@@ -239,15 +268,17 @@ class _StepProbe:
         if self.num_ranks > 1:
             divided = "micro-batches and ranks"
             gap = max(gap, *(self.gap_over_ranks(groups) for groups in ([documents], *groupings)))
-        yield Law("grouping", gap, f"over {divided} of unequal tokens as in one")
+        return gap, f"over {divided} of unequal tokens as in one"
+
+    def test_masked(self) -> Finding:
+        """Compare a step with a micro-batch without a trained token with the sum of the documents alone."""
+        documents = self.documents
         untrained = _mask_labels(max(documents, key=_num_tokens))
         sentence = "a micro-batch without a trained token adds nothing"
         try:
-            gap = self.gap_to_total([[documents, [untrained]], [[untrained], documents]])
+            return self.gap_to_total([[documents, [untrained]], [[untrained], documents]]), sentence
         except Exception as error:  # any error of the loop under test
-            gap = inf
-            sentence = f"{sentence}; the step raised {type(error).__name__}: {error}"
-        yield Law("masked", gap, sentence)
+            return inf, f"{sentence}; the step raised {type(error).__name__}: {error}"
 
     def effect_of_last_input(self) -> float | None:
         """Return how much the last token of a document, as an input, changes the gradient of its own label.
@@ -392,6 +423,22 @@ class _StepProbe:
             with _rounding_noise(self.model, seed):
                 largest = max(largest, largest_gap(self.summed_gradient([self.documents]), gradient))
         return largest
+
+
+LAWS: dict[str, Callable[[_StepProbe], Finding | None]] = {
+    "scale": _StepProbe.test_scale,
+    "shift": _StepProbe.test_shift,
+    "isolation": _StepProbe.test_isolation,
+    "content": _StepProbe.test_content,
+    "labels": _StepProbe.test_labels,
+    "order": _StepProbe.test_order,
+    "grouping": _StepProbe.test_grouping,
+    "masked": _StepProbe.test_masked,
+}
+"""What tests each law, by its name, in the order in which laws name a cause: one may follow from those before it.
+
+A test returns the error and a sentence, or None if the law cannot be tested on this step.
+"""
 
 
 @contextmanager
