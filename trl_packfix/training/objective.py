@@ -397,7 +397,7 @@ class Objective(TrainerPart):
         # What each rank counts of its part. `torch.tensor` would synchronise with the device
         row_tokens = trained.new_full((), inputs["labels"].numel())
         rows = is_trained.any()
-        counts = [num_trained, tokens, sizes.computed, row_tokens, documents, micro_batches, rows, flops]
+        counts = [num_trained, tokens, sizes.computed_rows, row_tokens, documents, micro_batches, rows, flops]
         self.totals.add(self.totals.OF_BATCHES, counts)
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
@@ -407,7 +407,8 @@ class Objective(TrainerPart):
         if costs is LLAMA_7B:  # the stand-in for a model whose costs are not known
             return sizes.lengths.new_zeros(())
         document_flops, shared_flops = (
-            training_flops(costs, tokens.to(dtype), self.trained_share).sum() for tokens in (sizes.lengths, sizes.saved)
+            training_flops(costs, tokens.to(dtype), self.trained_share).sum()
+            for tokens in (sizes.lengths, sizes.shared_tokens)
         )
         image_sizes = sequence_sizes(inputs).to(dtype)
         tower_flops = 3 * costs.tower(image_sizes, image_sizes**2).sum()  # a backward costs two forwards
