@@ -117,7 +117,7 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
         read.append(len(chosen) * width)
         return np.stack([np.pad(documents[i], (0, 2000), constant_values=9)[first : first + width] for i in chosen])
 
-    sort_by_tokens(np.array([len(each) for each in documents]), counted, block=1)
+    sort_by_tokens(np.array([len(each) for each in documents]), counted, num_key_tokens=1)
     assert 2 * 1001 <= sum(read) <= 2 * (1001 + 16) + 50 * 16
 
 

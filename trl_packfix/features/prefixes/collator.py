@@ -19,7 +19,9 @@ documents have A B C in common, and share A B.
     cu_seq_lens_k  0 4 9                     boundaries of the documents, without sharing
     kv_index       0 1 2 3 | 0 1 4 5 6       rows that are the keys of each run
     labels         . B C D | . E F           . is -100
-    num_documents  2 2 1 1 | 1 1 1           number of documents with a trained token that each row belongs to
+    num_documents  2 2 1 1 | 1 1 1           number of documents that each row belongs to
+
+Documents without a trained token are not counted in `num_documents`.
 """
 
 from collections.abc import Sequence
@@ -46,7 +48,7 @@ class PrefixCollator(PackedDataCollator):
 
     - `cu_seq_lens_q`, `max_length_q` and `seq_idx` describe the runs. `cu_seq_lens_k` and `max_length_k` describe the
       documents to which the runs belong. A document without a row of its own has no run, and is in none of them.
-    - `layout`, a `SharedRowsLayout`, says which rows and which targets each document has.
+    - `layout`, a `SharedRowsLayout`, says which rows and which targets each document has (`kv_index`, `num_documents`).
 
     A document with a label that is neither its token nor -100 shares nothing, because a shared row has one next token.
 
@@ -55,8 +57,8 @@ class PrefixCollator(PackedDataCollator):
         keeps_last_rows: give a row to a document whose only unshared token is its last token. No document is trained on
             the output of this row, but a router of experts sees its token.
         shares: whether documents share rows. If False, the batch is equal to the batch of `PackedDataCollator`.
-        compare: function that gives what is compared of each document. It is needed for documents with images, because
-            the placeholders of all images are equal tokens. None compares the tokens.
+        compare: documents -> what is compared of each of them. It is needed for documents with images, because the
+            placeholders of all images are equal tokens. None compares the tokens.
 
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
@@ -71,6 +73,7 @@ class PrefixCollator(PackedDataCollator):
     compare: Compare | None = None
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[DocumentRun]]:
+        """Make the batch of a pack, and return it with its runs; see `collate_with_rows`."""
         return self.collate_with_rows(documents, degree)[:2]
 
     def order_documents(
@@ -95,11 +98,11 @@ class PrefixCollator(PackedDataCollator):
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
-            # The image in which the documents begin to differ, if there is one
-            cut_images = [first for first, stop in compared[i].images if first < shared[place] < stop]
-            if cut_images:
-                num_before = cut_images[0]
-                shared[place] = num_before if num_before >= self.min_shared else 0
+            # If the shared rows end inside an image, only the rows before it are shared.
+            starts_of_cut_images = [first for first, stop in compared[i].images if first < shared[place] < stop]
+            if starts_of_cut_images:
+                num_rows_before = starts_of_cut_images[0]
+                shared[place] = num_rows_before if num_rows_before >= self.min_shared else 0
         not_sharing = sorted(set(range(len(tokens))) - set(may_share))
         return order + not_sharing, shared[: len(places)] + [0] * len(not_sharing), compared
 
@@ -123,9 +126,9 @@ class PrefixCollator(PackedDataCollator):
         runs = []
         rows = np.zeros(0, dtype=np.int64)  # the rows of the document before this one
         rows_of_documents = [rows] * len(order)
-        num_rows = 0
+        num_rows = 0  # rows of all runs so far
         for i, num_shared in zip(order, shared, strict=True):
-            first = min(num_shared, len(rows))  # the first token of the document that belongs to its run
+            first = min(num_shared, len(rows))  # the token of the document with which its run begins
             run_length = len(tokens[i]) - first
             if run_length == 1 and first and not self.keeps_last_rows:
                 run_length = 0
@@ -158,7 +161,7 @@ class PrefixCollator(PackedDataCollator):
             rows_of_documents: the rows of each document.
             degree: number of ranks that share the pack.
         """
-        # The rows of the pack. Padding is a further run of a document of its own
+        # 1. The rows of the pack. Padding is one more run, of a document that has only these rows.
         run_tokens = [tokens[run.document][run.first :] for run in runs]
         first_positions = [run.first for run in runs]
         keys = [rows_of_documents[run.document] for run in runs]
@@ -171,7 +174,9 @@ class PrefixCollator(PackedDataCollator):
         q_lengths = list(map(len, run_tokens))
         k_lengths = list(map(len, keys))
 
-        # The targets. The label of a target is in the row behind the row that predicts it
+        # 2. The targets. The label of a target is in the row after the row that predicts it. This row may belong to
+        # another document: in the example above, the shared row of B predicts C for both documents, and the label C is
+        # in the row of the first document's C.
         row_labels = np.full(num_rows + padding, IGNORE_INDEX, dtype=np.int64)
         num_documents = np.zeros(num_rows + padding, dtype=np.int64)
         target_rows: list[npt.NDArray[Any]] = []
@@ -184,12 +189,13 @@ class PrefixCollator(PackedDataCollator):
             row_labels[target_rows[-1]] = next_labels[is_trained]
         target_documents = np.repeat(order, list(map(len, target_rows)))
 
-        # The sizes of documents and runs
+        # 3. The sizes of documents and runs
         lengths = np.array(list(map(len, tokens)))
         run_length_of_document = np.zeros(len(tokens), dtype=np.int64)
         run_length_of_document[[run.document for run in runs]] = q_lengths[: len(runs)]
 
         def to_row(values: npt.NDArray[Any]) -> Tensor:
+            """Return values of rows as a tensor of shape (1, T)."""
             return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]
 
         return {

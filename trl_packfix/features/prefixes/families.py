@@ -7,20 +7,20 @@ computed once, for the first document that has it; a later document *shares* the
 
     documents  A B C D, A B C E F      rows  A B C D | C E F      shared rows  0, 2
 
-In attention, a run reads the *keys* of all tokens of its document, shared ones included.
+In attention, a run reads the *keys* of all tokens of its document, shared ones included. A row predicts one next token.
+So a token can be shared only if the next token is the same, too: the two documents above share A and B, and each has a
+row of its own for C.
 
-A token can be shared only if the next token is the same, too, because every row predicts one next token. So the common
-beginning A B C has two shared rows, and C has two rows of its own.
+With `share_prefixes="family"` this module also makes the *units*, the things that planning packs (`make_pieces`, called
+by `sharing.py`). Neighbours that share at least half of the longer document are a *family*. A family that fits into a
+pack is one unit; a larger one is cut into several. Every unit is called a *piece*. A piece has sum(length) -
+sum(shared) rows. It costs sum(cost(length)) - sum(cost(shared)), because the cost of a document is a sum over its
+positions.
 
-With `share_prefixes="family"` this module also makes the units of planning (`make_pieces`, called by `sharing.py`).
-Neighbours that share at least half of the longer document are a *family*. A family is one unit, or several *pieces* if
-it does not fit into a pack; every unit is a piece. A piece has sum(length) - sum(shared) rows. It costs
-sum(cost(length)) - sum(cost(shared)), because the cost of a document is a sum over its positions.
+Documents with equal tokens are *copies*. If they were in one optimizer step, one update would count this document
+several times. So families are made of first copies only, then further families of second copies only, and so on.
 
-Documents with equal tokens are *copies*. In one step they would be one update with a multiple of the weight. So the
-first copies make families without the second copies, the second copies make families of their own, and so on.
-
-Letters: N documents, M of them sorted, P pieces.
+Letters: N documents, M of them sorted, P pieces. A *place* is an index into the sorted documents.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,42 +46,49 @@ TARGETS_PER_CAPACITY = 16
 All trained tokens of a piece are in one optimizer step.
 """
 
-FAMILY_ROOM_FACTOR = 8  # rows of a family's piece / rows of its first document; 4 or no limit take up to 10 % longer
+FAMILY_ROOM_FACTOR = 8
+"""Room of a piece / rows of its first document; see `room_of_families`. With 4 or no limit an epoch takes up to 10 %
+longer.
+"""
 
-NUM_KEY_TOKENS = 2**22  # tokens of all documents that are compared at a time: 16 MiB
-NUM_KEY_TOKENS_OF_PACK = 2**13  # as `NUM_KEY_TOKENS`, to sort the documents of one pack
-MIN_KEY_WIDTH = 16  # fewest and most tokens of one document that are compared at a time
-MAX_KEY_WIDTH = 2**16
+NUM_KEY_TOKENS = 2**22  # tokens of all documents of a table that are compared at a time: 16 MiB
+NUM_KEY_TOKENS_OF_PACK = 2**13  # tokens of all documents of one pack that are compared at a time
+MIN_KEY_WIDTH = 16  # fewest tokens of one document that are compared at a time
+MAX_KEY_WIDTH = 2**16  # most tokens of one document that are compared at a time
 
 
 def share_order(
     documents: Sequence[npt.NDArray[np.integer]], min_shared: int = MIN_SHARED
 ) -> tuple[list[int], list[int]]:
-    """Sort documents by their tokens.
+    """Sort the documents of a pack by their tokens, and find how many rows they share.
+
+    Args:
+        documents: tokens of each document.
+        min_shared: documents that could share fewer rows share none.
 
     Returns:
-        The indices of the documents in sorted order, and the rows that each of them shares with its neighbour; both of
-        length N.
+        The indices of the documents in sorted order, and the number of rows that each of them shares with its
+        neighbour; both of length N.
 
     >>> share_order([np.array([7, 9]), np.array([7, 8, 9, 5]), np.array([7, 8, 9, 4, 3])], min_shared=1)
     ([2, 1, 0], [0, 2, 0])
     """
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
 
-    def read(indices: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
+    def read_tokens(indices: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
         block = np.full((len(indices), width), END_TOKEN_KEY, dtype=">u4")
         for row, index in zip(block, indices.tolist(), strict=True):
             tokens = documents[index][first : first + width]
             row[: len(tokens)] = tokens
         return block
 
-    by_tokens = sort_by_tokens(lengths, read, NUM_KEY_TOKENS_OF_PACK)
+    by_tokens = sort_by_tokens(lengths, read_tokens, NUM_KEY_TOKENS_OF_PACK)
     shared = shared_by_neighbours(by_tokens.common, lengths[by_tokens.order], min_shared)
     return by_tokens.order.tolist(), shared.tolist()
 
 
 def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
-    """Return the rows that each sorted document shares with its neighbour, shape (M,).
+    """Return the number of rows that each sorted document shares with its neighbour, shape (M,).
 
     A common beginning has one shared row less than tokens; copies share all rows.
 
@@ -97,7 +104,9 @@ def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: in
 
 
 def sort_by_tokens(
-    lengths: Int64Array, read: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]], block: int = NUM_KEY_TOKENS
+    lengths: Int64Array,
+    read_tokens: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]],
+    num_key_tokens: int = NUM_KEY_TOKENS,
 ) -> TokenOrder:
     """Sort documents by their tokens, and count the common tokens of neighbours on the way.
 
@@ -106,24 +115,24 @@ def sort_by_tokens(
 
     Args:
         lengths: tokens of each document, shape (N,).
-        read: (documents, first, width) -> tokens `first` to `first + width` of these documents, shape (n, width),
-            big-endian, with `END_TOKEN_KEY` behind the end of a document.
-        block: about how many tokens are read at a time.
+        read_tokens: (documents, first, width) -> tokens `first` to `first + width` of these documents, shape
+            (n, width), big-endian, with `END_TOKEN_KEY` behind the end of a document.
+        num_key_tokens: about how many tokens of all documents are read at a time.
     """
     order = np.arange(len(lengths))
     common = np.zeros(len(lengths), dtype=np.int64)
-    # Places (indices into `order`) of documents that still have an equal one, and the number of the group of documents
-    # that are equal so far.
+    # Documents that are equal so far are a *group*. The two arrays have the places of all documents that are in a group
+    # with another document, and the number of their group.
     places = np.arange(len(lengths))
     group = np.zeros(len(lengths), dtype=np.int64)
     first = 0
     while len(places) > 1:
         # 1. Read the next tokens. The key of a document is its group and these tokens.
-        width = min(max(block // len(places), MIN_KEY_WIDTH), MAX_KEY_WIDTH)
+        width = min(max(num_key_tokens // len(places), MIN_KEY_WIDTH), MAX_KEY_WIDTH)
         keys = np.empty((len(places), 1 + width), dtype=">u4")
         keys[:, 0] = group
-        keys[:, 1:] = read(order[places], first, width)
-        # 2. Sort by key. Only groups whose documents now differ have to be sorted.
+        keys[:, 1:] = read_tokens(order[places], first, width)
+        # 2. Sort the groups in which not all keys are equal. Keys are compared as bytes.
         differs = _differs_from_previous(keys)
         is_mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
         is_mixed[group[1:][differs & (group[1:] == group[:-1])]] = True
@@ -134,20 +143,22 @@ def sort_by_tokens(
             order[places[moved]] = order[places[moved[by_key]]]
             keys[moved] = moved_keys[by_key]
             differs = _differs_from_previous(keys)
-        # 3. Neighbours of a group that now differ have all tokens before the first difference in common.
+        # 3. Neighbours of a group that now differ have the tokens before their first difference in common.
         parted = np.flatnonzero(differs & (group[1:] == group[:-1])) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
-        # 4. Copies have all tokens in common. A document has ended if its end was compared.
+        # 4. Documents whose ends were compared have ended. The ones that are still equal are copies, with all tokens in
+        # common.
         is_first = np.concatenate([[True], differs])
         has_next = np.concatenate([~is_first[1:], [False]])
         has_ended = lengths[order[places]] < first
         copies = np.flatnonzero(has_ended & ~is_first)
         common[places[copies]] = lengths[order[places[copies]]]
-        # 5. Go on with the documents that have not ended and are equal to a neighbour; number their groups anew.
-        goes_on = (has_next | ~is_first) & ~has_ended
-        group = np.cumsum(is_first)[goes_on]
-        places = places[goes_on]
+        # 5. Continue with the documents that have not ended and are equal to another one. Number their groups from 0.
+        has_equal = has_next | ~is_first
+        continues = has_equal & ~has_ended
+        places = places[continues]
+        group = np.cumsum(is_first)[continues]
         group = np.cumsum(np.concatenate([[0], np.diff(group) != 0])) if len(group) else group
     return TokenOrder(order, common)
 
@@ -171,9 +182,9 @@ class Pieces(Units):
     lengths: Int64Array  # tokens of the documents in `order`, shape (N,)
     shared: Int64Array  # rows that each document in `order` shares with the one before it in its piece, shape (N,)
     family: Int64Array  # number of the family of each document, by the number of the document, shape (N,)
-    # The next two arrays, shape (P,), keep pieces of copies apart. `original` is the piece that has the first copy of
-    # the piece's first document; it may be the piece itself. `distance` is how far behind the original a piece is
-    # visited, as a share of the epoch.
+    # The next two arrays, shape (P,), keep copies of documents apart in the epoch. `original` is the piece that has the
+    # first copy of a piece's first document; it may be the piece itself. `distance` is how far behind its original a
+    # piece is visited, as a share of the epoch.
     original: Int64Array
     distance: Float64Array
 
@@ -183,6 +194,7 @@ class Pieces(Units):
         return len(np.unique(self.family[self.order]))
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
+        """Return the FLOPs of each piece in the language model, shape (P,)."""
         # The run of a document costs what the whole document costs, less the rows that it shares.
         return np.add.reduceat(cost_model(self.lengths) - cost_model(self.shared), self.offsets[:-1])
 
@@ -192,6 +204,7 @@ class Pieces(Units):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def from_documents(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Replace the documents of slots by their pieces. The documents of a piece follow each other."""
         piece_of_documents = np.empty(len(self.family), dtype=np.int64)
         piece_of_documents[self.order] = self._piece_numbers
         piece = piece_of_documents[documents]
@@ -201,20 +214,22 @@ class Pieces(Units):
     def sort_by_step(
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
     ) -> tuple[Int64Array, Int64Array]:
+        """Sort the pieces by the optimizer step that their documents must keep; `order` is not needed."""
         # All documents of a piece have the same step, so the step of its first document is the step of the piece.
         step_of_pieces = step_of_documents[self.order[self.offsets[:-1]]]
         pieces = np.argsort(step_of_pieces, kind="stable")
         return pieces, np.searchsorted(step_of_pieces[pieces], np.arange(num_steps + 1))
 
     def visiting_order(self, order: Int64Array) -> Int64Array:
-        """Change a random order so that pieces of copies are far apart and share no pack; both shape (P,)."""
-        place = np.empty(len(self))
-        place[order] = np.arange(len(self)) / max(len(self), 1)
-        return np.argsort((place[self.original] + self.distance) % 1, kind="stable")
+        """Change a random order so that copies of documents are far apart in the epoch, shape (P,)."""
+        time = np.empty(len(self))  # when the random order visits each piece, from 0 to 1
+        time[order] = np.arange(len(self)) / max(len(self), 1)
+        return np.argsort((time[self.original] + self.distance) % 1, kind="stable")
 
     def to_documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
+        """Replace the pieces of slots by their documents, in random order inside a piece if there is an `rng`."""
         # First sort the documents inside each piece by number, then shuffle them.
         order = self.order[np.lexsort((self.order, self._piece_numbers))]
         if rng is not None:
@@ -237,7 +252,8 @@ def make_pieces(
 ) -> Pieces:
     """Make families of the sorted documents, and cut a family where a piece would be too large.
 
-    A piece is too large if it has too many rows, its runs read too many keys, or it has too many trained tokens.
+    A piece is too large if it has too many rows (`room`), if its runs read too many keys (`KEYS_PER_CAPACITY`), or if
+    it has too many trained tokens (`TARGETS_PER_CAPACITY`).
 
     Args:
         tokens: all documents, or some of them, sorted.
@@ -245,7 +261,7 @@ def make_pieces(
         trained: trained tokens of each document, by its number, shape (N,).
         room: most rows of a piece, as one number, or by the number of its first document, shape (N,). Not less than
             the length of a document.
-        splits_copies: False puts copies into one family, for steps whose documents are fixed.
+        splits_copies: False puts copies into one family. This is for strategies that fix the documents of each step.
         image_costs: (documents, rows that each shares) -> FLOPs in the vision tower of images outside the shared rows.
 
     >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # documents 0 and 2 share 30 rows of 40
@@ -263,23 +279,28 @@ def make_pieces(
     size = lengths[tokens.order]
     shared = shared_by_neighbours(tokens.common, size)
     sizes_before = np.concatenate([[0], size[:-1]])[: len(size)]
-    is_first = 2 * shared < np.maximum(size, sizes_before)
+    is_first = 2 * shared < np.maximum(size, sizes_before)  # whether a document is the first one of its family
     family = np.empty(len(lengths), dtype=np.int64)
     family[tokens.order] = np.cumsum(is_first) - 1
     shared[is_first] = 0
     # 3. A piece begins with a family, and where a family is cut.
     max_rows = np.broadcast_to(room, len(lengths))[tokens.order]
-    is_first[_cut_families(size, shared, trained[tokens.order], is_first=is_first, max_rows=max_rows)] = True
+    cuts = _cut_families(size, shared, trained[tokens.order], is_first=is_first, max_rows=max_rows)
+    is_first[cuts] = True  # from here on, whether a document is the first one of its piece
     shared[is_first] = 0
-    # 4. Number the pieces by their smallest document.
+    # 4. Number the pieces by the smallest number of their documents.
     starts = np.flatnonzero(is_first)
     by_smallest = np.argsort(np.minimum.reduceat(tokens.order, starts), kind="stable")
-    piece_numbers = np.argsort(by_smallest)[np.cumsum(is_first) - 1]
+    new_numbers = np.argsort(by_smallest)  # the inverse permutation
+    piece_numbers = new_numbers[np.cumsum(is_first) - 1]
     places = np.argsort(piece_numbers, kind="stable")
     piece_sizes = np.diff(np.append(starts, len(size)))[by_smallest]
-    first_documents = tokens.order[starts][by_smallest]
     piece_of_documents = np.zeros(len(lengths), dtype=np.int64)
     piece_of_documents[tokens.order] = piece_numbers
+    # 5. Find the pieces with the first copies, and divide the epoch evenly between the copies of a document.
+    first_documents = tokens.order[starts][by_smallest]
+    originals = first_copy[first_documents]  # documents
+    num_copies = np.bincount(first_copy)[originals]
     return Pieces(
         np.add.reduceat(size - shared, starts)[by_smallest],
         cost_model,
@@ -290,17 +311,17 @@ def make_pieces(
         lengths=size[places],
         shared=shared[places],
         family=family,
-        original=piece_of_documents[first_copy[first_documents]],
-        distance=copy_number[first_documents] / np.bincount(first_copy)[first_copy[first_documents]],
+        original=piece_of_documents[originals],
+        distance=copy_number[first_documents] / num_copies,
     )
 
 
 def _number_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Assign to each document its number among its copies, from 0, in sorted order.
+    """Number the copies of each document from 0, in sorted order. A document without a copy has number 0.
 
     Returns:
-        The number of each document among its copies, and the document that is the first copy; both by the number of the
-        document, shape (N,).
+        The number of each document among its copies, and the document that is the first copy; both indexed by the
+        number of the document, shape (N,).
     """
     size = lengths[tokens.order]
     is_copy = np.zeros(len(size), dtype=bool)
@@ -317,7 +338,7 @@ def _number_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array,
 def _cut_families(
     lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, is_first: BoolArray, max_rows: Int64Array
 ) -> list[int]:
-    """Return the places at which families are cut into pieces that obey three limits, for rows, keys and targets.
+    """Return the places at which families are cut into pieces, so that no piece has too many rows, keys or targets.
 
     All arguments have shape (M,), in sorted order.
 
@@ -328,20 +349,23 @@ def _cut_families(
         is_first: whether a document is the first one of its family.
         max_rows: most rows of a piece that begins with a document.
     """
+
+    def find_stops(values: Int64Array, max_sum: Int64Array, extra_of_first: Int64Array | int) -> Int64Array:
+        """Return the place behind the longest piece from each place on, if its values sum to at most `max_sum`.
+
+        The first document of a piece counts its value and `extra_of_first`.
+        """
+        total = np.concatenate([[0], np.cumsum(values)])
+        return np.searchsorted(total, total[:-1] + max_sum - extra_of_first, side="right") - 1
+
     own_rows = lengths - shared
     keys = np.where(own_rows > 1, lengths, 0)  # a document whose only own row is its last token has no run
-    # For each limit: the values of documents that are summed, their largest sum in a piece, and what the first document
-    # of a piece counts besides its value: it shares no rows, and has a run in any case.
-    limits = (
-        (own_rows, max_rows, shared),
-        (keys, KEYS_PER_CAPACITY * max_rows, lengths - keys),
-        (trained, TARGETS_PER_CAPACITY * max_rows, 0),
+    # The first document of a piece shares no rows, and has a run in any case. A piece has at least one document.
+    stops = np.minimum(
+        find_stops(own_rows, max_rows, extra_of_first=shared),
+        find_stops(keys, KEYS_PER_CAPACITY * max_rows, extra_of_first=lengths - keys),
     )
-    # `stops[i]` is the place behind the longest piece that begins at place i. A piece has one document at least.
-    stops = np.full(len(lengths), len(lengths))
-    for values, max_sum, extra_of_first in limits:
-        total = np.concatenate([[0], np.cumsum(values)])
-        stops = np.minimum(stops, np.searchsorted(total, max_sum - extra_of_first + total[:-1], side="right") - 1)
+    stops = np.minimum(stops, find_stops(trained, TARGETS_PER_CAPACITY * max_rows, extra_of_first=0))
     stops = np.maximum(stops, np.arange(len(lengths)) + 1)
     family_starts = np.flatnonzero(is_first)
     family_stops = np.append(family_starts[1:], len(lengths))
@@ -356,30 +380,32 @@ def _cut_families(
 
 
 def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Array:
-    """Return the most rows that the piece of a family may have if it begins with a document, shape (N,).
+    """Return for each document the most rows of a piece that begins with it, shape (N,).
 
-    The piece may fill the smallest group that holds the document `FAMILY_ROOM_FACTOR` times, or the group of degree S,
-    to the share of the tokens to which packs are planned. In a smaller group, shared rows would be computed for few
-    documents; a larger group pays more for the exchange.
+    With sequence parallelism, a *group* of ranks shares a pack. A piece gets room as if it were packed for the smallest
+    group that holds its first document `FAMILY_ROOM_FACTOR` times. In a smaller group, shared rows would be computed
+    for few documents; in a larger one, ranks exchange more. No group is larger than `parallel.smallest` ranks, and it
+    is filled only to the share `parallel.fill` of its tokens.
 
     Args:
         lengths: tokens of each document, shape (N,).
-        parallel: the degrees and tokens of the run.
+        parallel: how ranks share packs. Without sequence parallelism, each group is one rank.
 
     >>> parallel = SequenceParallel(tokens_per_rank=100, smallest=4, degrees=(1, 2, 4), fill=0.95)
     >>> room_of_families(np.array([10, 20, 130, 390]), parallel).tolist()
     [95, 190, 380, 390]
     """
-    group_sizes = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())  # tokens, for degrees to S
-    wanted = np.minimum(FAMILY_ROOM_FACTOR * lengths, group_sizes[-1])
-    room = group_sizes[np.searchsorted(group_sizes, wanted)]
+    group_tokens = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())  # most tokens of a group
+    wanted = np.minimum(FAMILY_ROOM_FACTOR * lengths, group_tokens[-1])
+    room = group_tokens[np.searchsorted(group_tokens, wanted)]
     return np.maximum((parallel.fill * room).astype(np.int64), lengths)
 
 
 def make_family_pieces(planner: EpochPlanner, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
-    """Cut the families of a planner's documents into pieces that fit into a pack.
+    """Make families of a planner's documents, and cut them into pieces that fit into a pack.
 
     Args:
+        planner: the planner, with the lengths and trained tokens of its documents, and the settings.
         tokens: the documents sorted by their tokens, so that a family is a sequence of neighbours.
         splits_copies: see `make_pieces`.
     """

@@ -31,6 +31,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     @property
     def _collate(self) -> PrefixCollator:
+        """The collator of the packs, which compares images by their content."""
         return replace(super()._collate, compare=self.images.process.compare)
 
     def image_examples(self) -> Examples:
@@ -62,7 +63,8 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             document(other_head, wide, between, self.tokens(4)),
             document(self.tokens(8)),
         ]
-        if not self.group.is_alone:  # the collator sorts a document that begins with an image to the end
+        if not self.group.is_alone:
+            # This document becomes the last one in the pack, and has as many rows as all others, behind its image.
             num_rows = self._make_batch(documents)["input_ids"].shape[1]
             documents.append(document(image(*HIGH), self.tokens(num_rows)))
         changes = [
@@ -78,32 +80,41 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
-        """Within this context gradients are enabled, and the first input of the decoder is put into the list.
+        """Within this context gradients are enabled, and the input of the decoder's first forward is put into a list.
 
-        It is a leaf tensor, with respect to which a caller differentiates.
+        Until then the list is empty. The input is a leaf tensor, with respect to which a caller differentiates.
         """
-        entered: list[Tensor] = []
+        decoder_inputs: list[Tensor] = []
 
-        def catch(
+        def catch_input(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if entered or kwargs.get("inputs_embeds") is None:
+            if decoder_inputs or kwargs.get("inputs_embeds") is None:
                 return None
-            entered.append(kwargs["inputs_embeds"].detach().requires_grad_())
-            return args, kwargs | {"inputs_embeds": entered[0].clone()}
+            decoder_inputs.append(kwargs["inputs_embeds"].detach().requires_grad_())
+            return args, kwargs | {"inputs_embeds": decoder_inputs[0].clone()}
 
         decoder = self.inner.get_decoder()
-        with decoder.register_forward_pre_hook(catch, with_kwargs=True), torch.enable_grad():
-            yield entered
+        with decoder.register_forward_pre_hook(catch_input, with_kwargs=True), torch.enable_grad():
+            yield decoder_inputs
 
 
 def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64Array) -> tuple[float, float, float]:
-    """Return the shares of rows, FLOPs and images that packs of `slots` compute, with images as in training."""
+    """Return the shares of rows, FLOPs and images that some packs compute if their documents share prefixes.
+
+    Args:
+        planner: the planner of the documents.
+        reader: the reader of their rows, which runs the processor on their images as in training.
+        slots: the slots of the packs in the schedule of the first epoch.
+
+    Returns:
+        Rows, FLOPs and images that are computed, each divided by the number without sharing.
+    """
     schedule = planner.schedule(0)
     documents = planner.documents
     collate = PrefixCollator(compare=reader.compare)
     image_costs = planner.image_costs
-    totals = np.zeros(3)  # rows, FLOPs and images of whole documents
+    totals = np.zeros(3)  # rows, FLOPs and images of all documents, shared ones included
     computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
     for i in slots.tolist():
         pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
@@ -112,6 +123,7 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
         assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]
+        # Number of rows of each document that are computed for another one
         shared = layout_of(batch).sizes(torch.ones(len(pack))).shared_tokens.numpy()
         image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
         for run in runs:

@@ -1,13 +1,13 @@
-"""Run packs whose documents share prefixes, for the leak probe: documents that begin alike.
+"""Probe a model with packs whose documents share prefixes: does each document get what it gets alone?
 
 With `share_prefixes` the collator computes the rows of a common beginning once, for all documents that have it. The
 rows at the end of a document that no earlier document has are its *run*, which attends to the shared rows before it.
-`PrefixProbe` builds such packs, and `isolation/check_isolation.py` judges them. `images.py` has the probe of packs with
-images.
+`PrefixProbe` makes such packs and runs the model on them, and `isolation/check_isolation.py` judges the results.
+`images.py` has the probe of packs with images.
 
-Isolation alone is not enough here: a document that does not attend to its shared beginning at all changes no other
-document. So each document must also have the states that it has alone, and the gradients with respect to its shared
-tokens.
+It is not enough that documents do not change each other: a document that does not attend to its shared beginning at all
+changes no other document. So each document must also have the hidden states that it has alone, and the gradients with
+respect to its shared tokens.
 """
 
 import torch
@@ -27,14 +27,15 @@ class PrefixProbe(Probe):
     It compares only the states of a document from which a token is predicted: all but the last.
     """
 
-    traces_leaks = False
+    traces_leaks = False  # `isolation/tracing.py` finds the modules of a leak only if documents have no common rows
 
     @property
     def _collate(self) -> PrefixCollator:
+        """The collator of the packs."""
         return PrefixCollator(pad_to_multiple_of=self.degree, min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
-        """Draw a pack of text and variants of it.
+        """Draw a pack of text, and variants of it in which one document is another one.
 
         Most documents begin with the trunk. Two of them are equal, and one ends where others go on. One document shares
         nothing. Two documents have another common beginning: without them, every shared row would have the same rows
@@ -67,29 +68,31 @@ class PrefixProbe(Probe):
         return documents, [replace_documents(documents, {i: ids[:max_length]}) for i, ids in changes]
 
     def long_examples(self, threshold: int) -> Examples:
-        """Draw two documents that differ only behind the threshold, and one that differs from both before it."""
+        """Draw two documents that differ only behind `threshold` tokens, and one that differs from both before."""
         trunk = self.tokens(threshold)
         documents = [torch.cat([trunk, self.tokens(n)]) for n in (7, 9)]
         documents.append(torch.cat([trunk[:BRANCH_TOKENS], self.tokens(6)]))
         return documents, [replace_documents(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
     def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
+        """Return the states of the predicting rows of each document in a pack, see `Probe.forward_packed`."""
         num_rows, targets = self._predicting_rows(documents)
         states = self._row_states(documents, num_rows, gradient=gradient)
         return [states[target.rows] for target in targets]
 
     def forward_alone(self, ids: Tensor) -> Tensor:
+        """Return the states of the predicting rows of one document alone: all but the last."""
         return super().forward_alone(ids)[:-1]
 
     def gradient(self, documents: list[Tensor]) -> float | None:
-        """Return the largest error of gradients, see `Probe.gradient`; on any number of ranks it compares both kinds.
+        """Return the largest error of gradients, see `Probe.gradient`.
 
         The states of a document's run are differentiated, so the gradient reaches its shared rows through attention
-        only. It must be zero in rows that are not the document's. In the document's rows it must equal the gradient of
-        the document alone.
+        only. There are two kinds of error, on any number of ranks: a gradient in rows that are not the document's, and
+        a difference from the gradient of the document alone.
         """
         _, targets = self._predicting_rows(documents)
-        # A document whose rows all belong to other documents, too, has no run.
+        # A document has no run if all of its rows belong to other documents, too.
         targets = [target for target in targets if target.num_shared < len(target.rows)]
         limit = max(SMALLEST_ROUNDING, self.rounding**0.5)
         return self._gradient_error(self._make_batch(documents, self.group), targets, limit=limit)
@@ -98,7 +101,8 @@ class PrefixProbe(Probe):
         """Return the number of rows of the pack, and the rows of each document from which a token is predicted."""
         batch = self._make_batch(documents)
         layout = layout_of(batch)
-        num_shared = layout.sizes(torch.ones(layout.document_count, device=self.device)).shared_tokens.tolist()
+        all_trained = torch.ones(layout.document_count, device=self.device)  # no document is left out of the sizes
+        num_shared = layout.sizes(all_trained).shared_tokens.tolist()
         targets = [
             GradientRows(document, layout.predicting_rows(i).to(self.device), num_shared[i])
             for i, document in enumerate(documents)

@@ -32,7 +32,10 @@ WORTH_SHARING = 0.95  # the report names a setting that would compute a smaller 
 
 @dataclass(frozen=True)
 class PrefixSavings:
-    """The shares of tokens, FLOPs and images that are computed in the first epoch; None where a share is not known."""
+    """The shares of tokens, FLOPs and images that are computed in the first epoch; None if a share is not known.
+
+    It is the section of the report about shared prefixes (`FeatureSection`).
+    """
 
     setting: SharePrefixes  # the value of `share_prefixes` in this run
     rows: float | None = None  # share of the tokens with this setting; with "pack" known only as an estimate
@@ -56,8 +59,13 @@ class PrefixSavings:
         return replace(self, refused=reason)
 
     def independent_documents(self, unpacked_documents: int) -> tuple[float, str, str] | None:
-        """Return the number of families in a step, a text that says so, and a setting without families."""
-        # Documents of a family are not independent, so a step counts as many documents as it has families.
+        """Return the number of families in a step, a text that says so, and a setting without families.
+
+        Documents of a family are not independent, so a family counts as one independent document.
+
+        Args:
+            unpacked_documents: documents of an optimizer step of the unpacked run.
+        """
         per_step = self.families_per_step
         if per_step is None:
             return None
@@ -121,12 +129,14 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     pieces = planner.units()
     assert tokens is not None
     assert isinstance(pieces, Pieces)
+    # A slot is the place of one pack in the schedule; -1 is a document that the epoch does not reach.
     slot = np.full(len(planner.documents), -1)
     slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
     rows, flops = _computed_shares(planner, tokens.within(slot))
-    # A family is counted in every step that has documents of it.
+    # Count a family in every step that has documents of it.
     step = slot[schedule.order] // planner.packing.bins.num_slots
-    num_in_steps = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
+    step_and_family = step * len(planner.documents) + pieces.family[schedule.order]  # one number for each pair
+    num_in_steps = len(np.unique(step_and_family))
     return PrefixSavings(
         "family",
         rows,

@@ -1,7 +1,8 @@
-"""The hooks of shared prefixes: what the core finds where a run with `share_prefixes` differs from one without.
+"""The hooks of shared prefixes: methods that the rest of the package calls where a run with `share_prefixes` differs.
 
-`trl_packfix.feature.features_of` makes the `PrefixSharing` of a run from its config. Hooks import the modules that do
-the work when they are called: planning calls some of them in processes that need no torch.
+`trl_packfix.feature.features_of` makes the `PrefixSharing` of a run from its config. Without the feature, a plain
+`Feature` has the same methods, which change nothing. Hooks import the modules that do the work only when they are
+called, because planning calls some of them in processes that need no torch.
 """
 
 import logging
@@ -10,11 +11,11 @@ from typing import Any
 from ...feature import FIELDS, Feature
 
 logger = logging.getLogger(__name__)
-SHARING = FIELDS["share_prefixes"]
+SHARING = FIELDS["share_prefixes"]  # which values switch the feature off, and which make units of several documents
 
 
 class PrefixSharing(Feature):
-    """Documents that begin alike compute their common beginning once, in the packs where they meet.
+    """The feature that documents of a pack compute a common beginning once. `Feature` describes attributes and hooks.
 
     Args:
         setting: "off"; "pack", which shares in the packs of a run without the feature; or "family", which also plans
@@ -29,12 +30,13 @@ class PrefixSharing(Feature):
     def __init__(self, setting: str = "off"):
         self.setting = setting
         self.is_on = setting != SHARING.off
-        self.regroups = setting in SHARING.regrouping
-        self.needs_lookup = self.is_on
+        self.regroups = setting in SHARING.regrouping  # whether documents that begin alike are planned as one unit
+        self.needs_lookup = self.is_on  # attention has to find the keys of shared rows
         self.settings = {"share_prefixes": setting}
 
     @property
     def copied_bytes(self) -> int:  # type: ignore[override]
+        """The most bytes of keys and values that attention copies at a time on a device."""
         if not self.is_on:
             return 0
         from ...attention.runs import COPIED_BYTES
@@ -42,6 +44,7 @@ class PrefixSharing(Feature):
         return COPIED_BYTES
 
     def refuse_lengths(self, num_documents: int) -> None:
+        """Raise ValueError if the feature is on, because lengths do not tell which documents begin alike."""
         if self.is_on:
             raise ValueError(
                 f"`--share-prefixes {self.setting}` was given with the lengths of "
@@ -50,6 +53,7 @@ class PrefixSharing(Feature):
             )
 
     def sort_tokens(self, reader: Any, documents: Any) -> Any:
+        """Return the `TokenOrder` of the documents of a reader; None if no units are made of it."""
         if not self.regroups:
             return None
         from .tokens import token_order
@@ -57,6 +61,7 @@ class PrefixSharing(Feature):
         return token_order(reader, documents)
 
     def make_units(self, units: Any, planner: Any, step_of_documents: Any = None) -> Any:
+        """Return pieces of families as units. If steps are given, all documents of a unit have the same step."""
         if not self.regroups:
             return units
         from .families import make_family_pieces
@@ -68,6 +73,7 @@ class PrefixSharing(Feature):
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
+        """Return a `PrefixCollator` with the settings of this collator."""
         if not self.is_on:
             return collator
         from .collator import PrefixCollator
@@ -75,13 +81,15 @@ class PrefixSharing(Feature):
         return PrefixCollator(**vars(collator), keeps_last_rows=keeps_last_rows, compare=compare)
 
     def in_evaluation(self, *, packs_images: bool, shares: bool) -> "PrefixSharing":
-        # Evaluation gives one result per document, so packs that share nothing are as good.
+        """Return the feature of the packs of an evaluation: this one, one without families, or one that is off."""
+        # Evaluation gives one result per document, with or without shared rows.
         if not (shares and self.is_on):
             return PrefixSharing()
         # To sort documents with images by their tokens, all images would have to be processed.
         return PrefixSharing("pack") if packs_images else self
 
     def make_probe_class(self, probe_class: Any) -> Any:
+        """Return the class of probes whose packs share prefixes, of text or of images as in `probe_class`."""
         if not self.is_on:
             return probe_class
         from ...isolation.image_probe import ImageProbe
@@ -95,6 +103,7 @@ class PrefixSharing(Feature):
         return PrefixProbe
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
+        """Raise PackingLeakError if training cannot go on without sharing; else warn that documents do not share."""
         from ...isolation.isolation_report import PackingLeakError
 
         # Packs of families are planned with shared tokens, and do not fit without sharing.
@@ -107,6 +116,7 @@ class PrefixSharing(Feature):
         logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
 
     def report_section(self, planner: Any) -> Any:
+        """Return the `PrefixSavings` of a run with this planner; None if the feature is off."""
         if not self.is_on:
             return None
         from .savings import planned_savings
@@ -114,6 +124,7 @@ class PrefixSharing(Feature):
         return planned_savings(planner)
 
     def estimate(self, planner: Any, reader: Any) -> Any:
+        """Return the `PrefixSavings` of this setting, and estimates for the other settings."""
         from .savings import estimated_savings, planned_savings
 
         # The plan of families has their savings already.

@@ -1,7 +1,8 @@
-"""Sort the documents of a table by their tokens, images included, for the units of planning and for estimates.
+"""Sort the documents of a table by their tokens, to find documents that begin alike.
 
-`PrefixSharing.sort_tokens` (`sharing.py`) calls `token_order` for `share_prefixes="family"`; the order is cached with
-the documents. `savings.py` sorts some documents to estimate what sharing would save.
+With `share_prefixes="family"` such documents are planned as one unit: `PrefixSharing.sort_tokens` (`sharing.py`) calls
+`token_order`, and the order is cached with the documents. `savings.py` sorts some documents to estimate what sharing
+would save. A document with images has a token for the content of each image.
 """
 
 import numpy as np
@@ -16,11 +17,11 @@ from .families import sort_by_tokens
 def token_order(reader: RowReader, documents: Documents, selection: Int64Array | None = None) -> TokenOrder:
     """Sort documents by their tokens, to find documents that begin alike. Images are compared by content.
 
-    A document with a label that is neither its token nor -100 cannot share a beginning, because a shared token has one
-    next token. Such documents come last, with 0 common tokens.
+    Documents share only tokens that are also their labels, or are not trained. A document with another label comes
+    last, with 0 common tokens.
 
     Args:
-        reader: the table. Of each document only the tokens up to the first difference from its neighbours are read.
+        reader: the table. Of each document little more is read than its tokens up to the first difference.
         documents: N documents of the table.
         selection: indices of the documents to sort, shape (M,), or None for all documents.
 
@@ -33,7 +34,7 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     stop = documents.stop
     if selection is None:
         selection = np.arange(len(documents))
-    images = None
+    images = None  # the reader of a table with images
     if isinstance(reader, TokenReader):
         tokens = reader
     else:
@@ -41,7 +42,7 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
 
         assert isinstance(reader, ImageRows)
         images = reader
-        tokens = images.comparison_reader
+        tokens = images.comparison_reader  # it has a number for the content of each image among the tokens
     may_share = tokens.labels_are_tokens(row[selection], start[selection], stop[selection])
     sorted_numbers = selection[may_share]
     last_numbers = selection[~may_share]
@@ -54,8 +55,8 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     order = sorted_numbers[by_tokens.order]
     common = by_tokens.common
     if images is not None:
-        # A common beginning must not end inside an image. It may do so between two equal documents, because no token of
-        # the second document is put into the pack.
+        # A common beginning must not end inside an image, because the rest of the image would have rows of its own. It
+        # may do so between two equal documents, because the second one has no rows of its own.
         lengths = documents.lengths[order]
         lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
         is_copy = (common == lengths) & (common == lengths_before)
