@@ -2,23 +2,23 @@
 
 `Packing` is made once from the `SFTConfig` (`training/planner.py`) and never changes. The planner of a table
 (`data/epochs.py`), the packed stream (`data/stream.py`), evaluation and the dry runs of the command line call its
-methods. Restarts compare its settings with the settings in the checkpoint; cached plans are looked up by its
-fingerprint.
+methods. A restart compares its settings with the settings in the checkpoint. Cached plans are found by its fingerprint.
 
 A table goes through two methods:
 
     units  -- plan -->  packs  -- schedule -->  slots of optimizer steps
 
 A strategy that keeps the optimizer steps of unpacked training (`minibatch`) goes from units to slots at once, by
-`schedule_unpacked_steps`. A stream has no schedule: `pack_stream` yields packs while documents arrive.
+`schedule_unpacked_steps`. A stream has no plan of an epoch: `pack_stream` yields packs while documents arrive, and each
+optimizer step is scheduled by itself.
 
-Words: a *document* is one training example. A *unit* is what planning packs as one thing: a document, or a family of
-documents that begin alike. A *pack* is a set of documents that pass through the model together; its *capacity* is the
-largest number of rows that it may hold. A *row* is a token of the packed tensor; it is counted once where documents
-share it as their common prefix. A *slot* is the place of one pack: one micro-batch of one optimizer step on one rank.
-`Bins` describes the slots of a step. With sequence parallelism a *group* of neighbouring ranks shares a pack; the
-number of ranks in a group is its *degree*. The *unpacked run* is the training that TRL would do with the same config
-and without packing.
+Words: a *document* is one training example. A *unit* is what planning packs as one thing: a document, or documents that
+a feature packs together because they begin alike. A *pack* is a set of documents that pass through the model together;
+its *capacity* is the largest number of rows that it may hold. A *row* is a token of the packed tensor; it is counted
+once where documents share it as their common prefix. A *slot* is the place of one pack: one micro-batch of one
+optimizer step on one rank. `Bins` describes the slots of a step. With sequence parallelism a *group* of neighbouring
+ranks shares a pack; the number of ranks in a group is its *degree*. The *unpacked run* is the training that TRL would
+do with the same config and without packing.
 
 A new option of planning begins with a field of `Packing`, named as in `SFTConfig`. Letters: N documents, U units.
 """
@@ -46,6 +46,7 @@ from .units import Balance, Bins, Synchronisation, Units
 ChangedSettings = dict[str, tuple[Any, Any]]
 """Settings that differ: config name -> (value before, value now)."""
 SharePrefixes = Literal["off", "pack", "family"]
+"""Values of `share_prefixes`."""
 
 
 class OnRestart(Enum):
@@ -60,9 +61,9 @@ class OnRestart(Enum):
 class SettingInfo:
     """What restarts and caches know about a setting besides its value. The defaults are the strictest."""
 
-    config_name: str | None = None  # its name in `SFTConfig`, if that is not the name of the field
+    config_name: str | None = None  # name of the setting in `SFTConfig`, if it is not the name of the field
     on_restart: OnRestart = OnRestart.REFUSE
-    used_by_streams: bool = True
+    used_by_streams: bool = True  # False if the setting changes nothing for a stream
     # False if the setting decides only where packs are trained, and not which packs the first epoch has. A cached plan
     # is then valid for every value of the setting. Only the plan of the first epoch is cached: later epochs are planned
     # with another random order.
@@ -140,8 +141,8 @@ class Packing:
     evens_targets: bool = field(default=False, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
 
     def __post_init__(self) -> None:
-        # A frozen instance can only be completed this way. `parallel` is computed here, from the degrees that were
-        # given, and then it is cached, so the new value does not change it.
+        """Replace `degrees=()` by all possible degrees."""
+        # `parallel` reads the field `degrees`, but only here: it is cached. A frozen instance can be set only this way.
         object.__setattr__(self, "degrees", self.parallel.degrees)
 
     # Sizes
@@ -170,7 +171,7 @@ class Packing:
 
     @cached_property
     def feature(self) -> Feature:
-        """The feature of the run, which may plan several documents as one unit."""
+        """The hooks of the feature that the fields switch on, see `trl_packfix/feature.py`."""
         return features_of(self)
 
     @property
@@ -259,8 +260,8 @@ class Packing:
         Returns:
             The positions of the documents in each pack.
         """
-        # With several degrees the documents of a step are dealt again, which needs some room. With one degree the packs
-        # are trained as they are, and may be full.
+        # With several degrees the documents of a step are dealt anew to groups of other sizes, which needs some room.
+        # With one degree the packs are trained as they are, and may be full.
         capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity
         # As in `plan`, a longer document is counted as `capacity`, and gets a pack of its own.
         shortened = (min(length, capacity) for length in lengths)
@@ -297,14 +298,18 @@ class Packing:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
         """
         step_of_documents = self.unpacked_step_of_documents(order)
-        # `bounds` has no place for the units of step -1, which come last, so they are in no slot.
+        # Units of step -1, if there are any, are behind the last bound, so they are in no slot.
         units_by_step, bounds = units.sort_by_step(order, step_of_documents, self.num_steps(len(order)))
         return schedule_steps(units, units_by_step, bounds, bins=self.bins)
 
     # What restarts and caches compare
 
     def settings(self, source: Literal["table", "stream"]) -> dict[str, Any]:
-        """Return the settings that decide which documents an optimizer step has, by their names in the config."""
+        """Return the settings that decide which documents an optimizer step has, by their names in the config.
+
+        Args:
+            source: what the run trains on; a stream does not use all settings.
+        """
         settings: dict[str, Any] = {}
         for setting in fields(self):
             info = _info_of(setting)
@@ -324,7 +329,8 @@ class Packing:
             for setting in fields(self)
             if result == "schedule" or _info_of(setting).decides_packs
         }
-        for name, feature_field in FIELDS.items():  # other values have the same plans
+        # Of the field of a feature, plans depend only on whether units are other than documents.
+        for name, feature_field in FIELDS.items():
             values[name] = getattr(self, name) in feature_field.regrouping
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
@@ -347,15 +353,15 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Chang
     """Return the settings of `now` that had another value before.
 
     Args:
-        before: saved settings, by the names of config or field. A setting that an earlier version did not save had its
-            default value.
+        before: saved settings, by their names in the config or in `Packing`. A setting that is missing, because an
+            earlier version did not save it, had its default value.
         now: the settings of this run, by their names in the config.
 
     >>> compare_settings({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
     {'seed': (0, 1), 'per_device_train_batch_size': (2, 1)}
     """
-    before = DEFAULT_SETTINGS | {CONFIG_NAMES.get(name, name): value for name, value in before.items()}
-    return {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+    saved = DEFAULT_SETTINGS | {CONFIG_NAMES.get(name, name): value for name, value in before.items()}
+    return {name: (saved.get(name), value) for name, value in now.items() if saved.get(name) != value}
 
 
 def describe_changes(changed: ChangedSettings) -> str:
