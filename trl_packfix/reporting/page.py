@@ -145,25 +145,25 @@ def _speed_text(last_logged: Mapping[str, Any]) -> str:
     return ", ".join(text.format(last_logged[name]) for name, text in formats.items() if name in last_logged)
 
 
-def make_page(run: SavedRun, title: str) -> str:
+def make_page(saved: SavedRun, title: str) -> str:
     """Return the page of a run as HTML."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    lines = dict(run.values["lines"])
+    lines = dict(saved.values["lines"])
     problems = [f"{label}: {lines[label]}" for label in ("warning", "experimental") if label in lines]
     isolation = lines.get("isolation", "")
     if isolation and not isolation.startswith("passed"):
         problems.append(f"isolation: {isolation}")
-    if not run.log:
+    if not saved.log:
         problems.append(f"There is no `{STATE_FILE}`, so the run has not ended, or has saved no checkpoint.")
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         problems=problems,
-        summary=summarise(run.values, run.log),
-        pictures=_draw_pictures(run),
+        summary=summarise(saved.values, saved.log),
+        pictures=_draw_pictures(saved),
         no_pictures=NO_PICTURES,
-        lines=run.values["lines"],
+        lines=saved.values["lines"],
         version=__version__,
-        files=", ".join(f"{file.parent.name}/{file.name}" for file in run.files),
+        files=", ".join(f"{file.parent.name}/{file.name}" for file in saved.files),
     )
 
 
@@ -175,15 +175,15 @@ def draws_pictures() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _draw_pictures(run: SavedRun) -> list[dict[str, str]]:
+def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
     """Return the pictures of a run, each with its name, its caption and the PNG in base64; [] without matplotlib."""
     if not draws_pictures():
         return []
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    numbers = PackingNumbers.from_saved(run.values)
-    losses = [entry for entry in run.log if "loss" in entry or "eval_loss" in entry]
+    numbers = PackingNumbers.from_saved(saved.values)
+    losses = [entry for entry in saved.log if "loss" in entry or "eval_loss" in entry]
     panels: list[tuple[str, str, Callable[[Axes], None]]] = []  # (name, caption, function that draws the picture)
     if losses:
         draw = partial(_draw_loss, entries=losses)

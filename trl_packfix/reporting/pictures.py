@@ -96,20 +96,20 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
 
     widest = max(pack.capacity for pack in sample.packs)
     for y, pack in enumerate(sample.packs):
-        start = 0  # row of the pack with which the document begins
+        first_row = 0  # row of the pack with which the document begins
         for number, document in enumerate(pack.documents):
             length = document.num_rows
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
-            axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
-            spans = [(start + first, end - first) for trained, first, end in document.own_spans if trained]
+            axes.broken_barh([(first_row, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
+            spans = [(first_row + first, end - first) for trained, first, end in document.own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED_SHARE * widest:
-                axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
+                axes.vlines(first_row, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
             if length > MIN_NUMBERED_SHARE * widest:
-                _write_number(axes, start + length / 2, y, document=number)
-            start += length
-        axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-        empty_span = (start, pack.capacity - start)
+                _write_number(axes, first_row + length / 2, y, document=number)
+            first_row += length
+        axes.vlines(first_row, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
+        empty_span = (first_row, pack.capacity - first_row)
         axes.broken_barh([empty_span], (y - 0.4, 0.8), hatch="////", **EMPTY_STYLE)
         for rank_rows in pack.ranks():
             first, end = rank_rows["tokens"]
@@ -168,25 +168,26 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
     seen_ranges = ranges_of_seen_rows(pack)
     starts = [own_rows[0] for *_, own_rows in seen_ranges]
     total = seen_ranges[-1][-1][1]  # rows of the pack
-    for number, (*shared_rows, (start, end)) in enumerate(seen_ranges):
+    for number, (*shared_rows, (own_start, own_end)) in enumerate(seen_ranges):
         hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
         for first, stop in shared_rows:
-            block = [(first, start), (stop, start), (stop, end), (first, end)]
+            block = [(first, own_start), (stop, own_start), (stop, own_end), (first, own_end)]
             axes.add_patch(Polygon(block, facecolor=hue, edgecolor=INK, linewidth=0.3, alpha=0.6))
-        axes.add_patch(Polygon([(start, start), (start, end), (end, end)], facecolor=hue, edgecolor=INK, linewidth=0.6))
-        axes.hlines(start, 0, start, color=GREY, linewidth=0.6, linestyle=":")
-        if end - start > total / 14:
-            _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=number)
+        triangle = [(own_start, own_start), (own_start, own_end), (own_end, own_end)]
+        axes.add_patch(Polygon(triangle, facecolor=hue, edgecolor=INK, linewidth=0.6))
+        axes.hlines(own_start, 0, own_start, color=GREY, linewidth=0.6, linestyle=":")
+        if own_end - own_start > total / 14:
+            _write_number(axes, (own_end + 2 * own_start) / 3, (own_start + 2 * own_end) / 3, document=number)
     # The last row of a document of n rows sees n rows, so all of them see n (n + 1) / 2. Shared rows are queries of the
     # document before.
     lengths = np.array([sum(end - first for first, end in ranges) for ranges in seen_ranges], dtype=float)
     shared = lengths - [document.num_rows for document in pack.documents]
     seen_share = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
     # Ticks need some distance from the start of the document before.
-    distant_starts = [start for previous, start in itertools.pairwise(starts) if start - previous > total / 18]
+    distant_starts = [later for earlier, later in itertools.pairwise(starts) if later - earlier > total / 18]
     ticks = [starts[0], *distant_starts]
     axes.set(xlim=(0, total), ylim=(total, 0), xlabel="key (token seen)", ylabel="query, ticks: document starts")
-    axes.set_yticks(ticks, [f"{start:,}" for start in ticks], fontsize=8)
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
     axes.set_aspect("equal", adjustable="box")
     axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.xaxis.set_major_formatter(TICK_FORMAT)
@@ -200,7 +201,7 @@ def ranges_of_seen_rows(pack: ShownPack) -> list[list[tuple[int, int]]]:
     range.
     """
     seen_ranges: list[list[tuple[int, int]]] = []
-    start = 0
+    first_row = 0
     for document in pack.documents:
         num_remaining = document.shared  # shared rows that are not in a range yet
         shared_ranges = []
@@ -208,8 +209,8 @@ def ranges_of_seen_rows(pack: ShownPack) -> list[list[tuple[int, int]]]:
             if num_remaining > 0:
                 shared_ranges.append((first, min(end, first + num_remaining)))
                 num_remaining -= end - first
-        seen_ranges.append([*shared_ranges, (start, start + document.num_rows)])
-        start += document.num_rows
+        seen_ranges.append([*shared_ranges, (first_row, first_row + document.num_rows)])
+        first_row += document.num_rows
     return seen_ranges
 
 
