@@ -149,10 +149,10 @@ def deal_plainly(slots, documents, groups, limit):
         keys = []
         for group in groups:
             room = max(slots.room[slot] for slot in group)
-            load = sum(slots.excess[d] for slot in group for d in slots.documents[slot])
+            load = sum(slots.costs[d] for slot in group for d in slots.documents[slot])
             keys.append((room < wanted, (load,) if room >= wanted else (-room, load), group))
         has_no_room, key, group = min(keys)
-        if key[-1] + slots.excess[document] > limit or (has_no_room and limit < np.inf):
+        if key[-1] + slots.costs[document] > limit or (has_no_room and limit < np.inf):
             left.append(document)
         else:
             slots.put_document(document, max(group, key=slots.room.__getitem__))

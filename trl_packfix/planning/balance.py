@@ -8,8 +8,11 @@ last one ("step": DDP, ZeRO-1).
 
 Full packs differ only in the cost of attention, and most of this cost comes from long documents. Long documents are
 dealt first, by their *excess*: their cost above the cost of short documents with as many tokens. The short documents
-fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity. At last, each
-slot above its capacity and a slot with room divide their shortest documents anew.
+fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity. At last, such a
+slot and a slot with room divide the shortest documents of both anew, until no slot is above its capacity.
+
+A *unit* is what planning packs: a document, or a family of documents that begin alike. Functions below `balance_packs`
+call every unit a document.
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
@@ -169,17 +172,18 @@ def deal_documents(
 ) -> list[Int64Array] | None:
     """Deal documents to the slots of a step by cost.
 
-    The slots of a micro-step end together, with its dearest document. While the dearest document has more than an even
-    share of all excess, the other ranks wait for it in its micro-step, where further long documents cost no time: this
-    micro-step gets as many of them as fit without a slot of more excess. With `by_rank`, ranks wait only after the last
-    micro-step, so all slots of a rank are one group.
+    A micro-step takes as long as its dearest slot. If a document has more than an even share of all excess, the other
+    ranks wait for it, and further long documents in the same micro-step take no time. So this micro-step gets as many
+    of them as fit without a slot of more excess. The other documents go where there is least excess.
+
+    A *group* is the slots whose costs add up between two waits: one slot or, with `by_rank`, all slots of a rank.
 
     Args:
         lengths: tokens of each document, shape (N,).
         cost: cost of each document, shape (N,).
         capacity: most tokens of a slot.
         world_size: W, the number of ranks.
-        num_slots: S, a multiple of W.
+        num_slots: S, the number of slots of the step, a multiple of W.
         by_rank: whether ranks wait for each other only after the last micro-step.
 
     Returns:
@@ -200,24 +204,25 @@ def deal_documents(
     )
     long = dearest_first[:num_long].tolist()
     short = dearest_first[num_long:].tolist()
-    # 2. Compute the excess. In a full slot a document stands in the place of short ones; where there is room, its whole
-    # cost is excess.
+    # 2. Compute the excess. In a full step a long document takes the place of short ones, so only what it costs more is
+    # excess. Where there is room, its whole cost is excess.
     has_room = tokens[-1] < (1 - 1 / SPARE_DIVISOR) * num_slots * capacity
     short_cost_per_token = 0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)
     excess = cost - short_cost_per_token * lengths
     excess[long] = np.maximum(excess[long], 0)
-    # 3. Deal the long documents. Micro-steps that wait for one very long document come first.
+    # 3. Deal the long documents, first to micro-steps that wait for one very long document.
     slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE_DIVISOR)
     num_groups = world_size if by_rank else num_slots
     groups = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
     open_groups = groups
     while not by_rank and len(open_groups) > world_size and long:
-        if excess[long[0]] * len(open_groups) <= excess[long].sum():
+        if excess[long[0]] * len(open_groups) <= excess[long].sum():  # the dearest has at most an even share
             break
         long = slots.deal_to_groups(long, open_groups[:world_size], limit=excess[long[0]])
         open_groups = open_groups[world_size:]
     slots.deal_to_groups(long, open_groups)
-    # 4. Deal the short documents. Inside a micro-step, what ends before its dearest slot costs no time.
+    # 4. Deal the short documents: first where one or two of them fill a slot, then to slots that end before the dearest
+    # slot of their micro-step, where they take no time, and then evenly.
     short = slots.fill_slots_exactly(short)
     if has_room and not by_rank:
         loads = np.array([excess[documents].sum() for documents in slots.documents])
@@ -238,17 +243,18 @@ class _Slots:
 
     Args:
         lengths: tokens of each document, shape (N,).
-        excess: what is balanced: the excess, or any other cost, of each document, shape (N,).
+        costs: cost of each document by which slots are balanced, such as its excess, shape (N,).
         capacity: most tokens of a slot.
         num_slots: number of slots.
-        spare: room that a document must leave in its slot, if it can.
+        spare: tokens of room that must be left in a slot when a document is dealt to it, except for a document with
+            more than `capacity - spare` tokens.
     """
 
     def __init__(
-        self, lengths: Int64Array, excess: Int64Array | Float64Array, *, capacity: int, num_slots: int, spare: int
+        self, lengths: Int64Array, costs: Int64Array | Float64Array, *, capacity: int, num_slots: int, spare: int
     ):
         self.lengths = lengths.tolist()
-        self.excess = excess.tolist()
+        self.costs = costs.tolist()
         self.capacity = capacity
         self.spare = spare
         self.room = [capacity] * num_slots
@@ -264,7 +270,7 @@ class _Slots:
         self.room[slot] -= self.lengths[document]
 
     def deal_to_groups(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
-        """Deal each document to the group of slots with the least excess that has room.
+        """Deal each document to the group of slots with the least cost that has room.
 
         Without `limit`, a document that fits nowhere goes to the group with most room, so a slot may end above its
         capacity.
@@ -272,25 +278,27 @@ class _Slots:
         Args:
             documents: documents in the order in which they are dealt, about longest first.
             groups: the slots of each group.
-            limit: most excess of a group.
+            limit: most cost of a group.
 
         Returns:
-            The documents that are not dealt, because a group would have more excess than `limit` or no group has room.
+            The documents that are not dealt, because a group would have more cost than `limit`, or because there is a
+            limit and no group has room.
         """
         not_dealt: list[int] = []
-        heap = [(sum([self.excess[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
+        # Heap of (load, group); the load of a group is the cost of its documents.
+        heap = [(sum([self.costs[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
         heapq.heapify(heap)
-        # Groups without room for the last document, by most room. They come back once documents are shorter.
+        # Heap of (-room, load, group): groups without room for the last document. They come back for shorter documents.
         full: list[tuple[int, float, list[int]]] = []
         for document in documents:
-            wanted = min(self.lengths[document] + self.spare, self.capacity)
-            while full and -full[0][0] >= wanted:
+            wanted_room = min(self.lengths[document] + self.spare, self.capacity)
+            while full and -full[0][0] >= wanted_room:
                 heapq.heappush(heap, heapq.heappop(full)[1:])
-            while heap and max([self.room[slot] for slot in heap[0][1]]) < wanted:
+            while heap and max([self.room[slot] for slot in heap[0][1]]) < wanted_room:
                 load, group = heapq.heappop(heap)
                 heapq.heappush(full, (-max([self.room[slot] for slot in group]), load, group))
             load, group = heap[0] if heap else full[0][1:]
-            load += self.excess[document]
+            load += self.costs[document]
             if load > limit or (limit < np.inf and not heap):
                 not_dealt.append(document)
                 continue
@@ -303,15 +311,22 @@ class _Slots:
         return not_dealt
 
     def fill_slots_exactly(self, short: list[int]) -> list[int]:
-        """Fill slots with little room exactly, each by one or two documents; return the documents that are not used."""
+        """Fill slots with little room exactly, each by one or two documents.
+
+        Args:
+            short: short documents.
+
+        Returns:
+            The documents that are not used, in the same order.
+        """
         longest = max([self.lengths[document] for document in short], default=0)
-        buffer = WaitingDocuments(longest)
+        waiting = WaitingDocuments(longest)  # it finds documents by their lengths
         unused = dict.fromkeys(short)
         for document in short:
-            buffer.add(document, self.lengths[document])
+            waiting.add(document, self.lengths[document])
         for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
-            for length in buffer.exact_fill(self.room[slot], longest):
-                document = buffer.pop_oldest(length)
+            for length in waiting.exact_fill(self.room[slot], longest):
+                document = waiting.pop_oldest(length)
                 unused.pop(document)
                 self.put_document(document, slot)
         return list(unused)
@@ -341,15 +356,15 @@ class _Slots:
         Afterwards `slot` has fewer tokens above its capacity, or none, and `partner` is within its capacity.
 
         Returns:
-            Whether a division was found that does this. If not, nothing changes.
+            Whether such a division was found. If not, nothing changes.
         """
-        # 1. Find all sums of tokens that `slot` may get. They are the bits of one integer: Pisinger 2003,
-        # https://doi.org/10.1016/S0305-0548(02)00131-7. Few documents are tried first.
+        # 1. Find all sums of tokens that `slot` can get, first with few documents. They are the bits of one integer:
+        # Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7.
         for num_divided in NUM_DIVIDED_TOGETHER:
-            pools = [self.documents[i][-num_divided:] for i in (slot, partner)]
+            pools = [self.documents[either][-num_divided:] for either in (slot, partner)]
             slot_lengths, partner_lengths = ([self.lengths[d] for d in pool] for pool in pools)
-            # With `low` to `high` tokens for `slot`, neither is above its capacity. If no number does this, `slot` must
-            # at least lose a token.
+            # With `low` to `high` tokens for `slot`, neither slot is above its capacity. If no number of tokens does
+            # this, `slot` must at least lose a token.
             low = sum(slot_lengths) - self.room[partner]
             high = sum(slot_lengths) + self.room[slot]
             if low > high:
@@ -358,23 +373,24 @@ class _Slots:
             sums = [1]  # after i documents, bit n of sums[i] is set if some of them have n tokens together
             for length in slot_lengths + partner_lengths:
                 sums.append(sums[-1] | sums[-1] << length)
-            reachable = sums[-1] >> low & (1 << max(high - low + 1, 0)) - 1
+            num_wanted = max(high - low + 1, 0)
+            reachable = (sums[-1] >> low) & ((1 << num_wanted) - 1)  # bit n: `slot` can get low + n tokens
             if reachable:
                 break
         else:
             return False
-        # 2. `slot` gets the smallest sum from `low` on. Take the divided documents from both slots.
+        # 2. `slot` gets the smallest of these sums, the lowest bit. Take the divided documents from both slots.
         tokens = low + (reachable & -reachable).bit_length() - 1
-        for i in (slot, partner):
-            self.room[i] += sum([self.lengths[d] for d in self.documents[i][-num_divided:]])
-            del self.documents[i][-num_divided:]
-        # 3. Go back through the sums: a document goes to `partner` if the documents before it have the sum without it.
+        for either in (slot, partner):
+            self.room[either] += sum([self.lengths[d] for d in self.documents[either][-num_divided:]])
+            del self.documents[either][-num_divided:]
+        # 3. Go back through the sums: a document goes to `partner` if the documents before it can have this sum alone.
         for document, sums_before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
             if sums_before >> tokens & 1:
                 self.put_document(document, partner)
             else:
                 self.put_document(document, slot)
                 tokens -= self.lengths[document]
-        for i in (slot, partner):
-            self.documents[i].sort(key=self.lengths.__getitem__, reverse=True)
+        for either in (slot, partner):
+            self.documents[either].sort(key=self.lengths.__getitem__, reverse=True)
         return True
