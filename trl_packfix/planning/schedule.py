@@ -1,14 +1,15 @@
 """Deal packs to optimizer steps, micro-batches and ranks: a schedule.
 
 `Packing` calls this module with the packs of `packs.py`, or, for a strategy that keeps the steps of unpacked training,
-with the units of each step. Where ranks share packs, `degrees.py` makes the schedule instead. `data/epochs.py` replaces
-the units of the schedule by documents, and the loader of each rank reads its micro-batches from it.
+with the units of each step. A *unit* is what planning packs: a document, or documents that are planned as one. Where
+ranks share packs, `degrees.py` makes the schedule instead. `data/epochs.py` replaces the units of the schedule by
+documents, and the loader of each rank reads its micro-batches from it.
 
 A *slot* is one micro-batch of one optimizer step on one rank, and holds at most one pack. A *micro-step* is the
 micro-batches of the same number on all ranks. A schedule has (steps, accumulation, world_size) slots, and every
 document is in exactly one of them. The number of steps is the same in all epochs, because the Trainer reads it only
 once. A schedule is a pure function of lengths, settings, seed and epoch, so all ranks compute the same one without
-communication. Rank and world size, data-parallel ones, are arguments, and are never read from the environment.
+communication. The data-parallel rank and world size are arguments, and are never read from the environment.
 
 Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N documents or units.
 """
@@ -40,8 +41,8 @@ class Schedule:
     order: Int64Array  # document numbers, slot after slot, shape (N,)
     # Slot (step * G + micro_batch) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,)
     offsets: Int64Array
-    accumulation: int
-    world_size: int
+    accumulation: int  # G
+    world_size: int  # W
     num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`); `EpochPlanner` sets it
     # Number of ranks that share a pack in each micro-step, shape (S*G,). Given as (), it becomes 1 everywhere.
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -67,9 +68,11 @@ class Schedule:
             yield documents if len(documents) else np.array([NO_DOCUMENTS])
 
     def parts_of_rank(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Return an iterator over the micro-batches of one rank: (degree, index of the part that the rank holds).
+        """Return an iterator over the micro-batches of one rank that says which part of each pack the rank holds.
 
-        The degree is the number of ranks that share the pack; (1, 0) is the whole pack.
+        Returns:
+            (degree, index) for each micro-batch: the number of ranks that share the pack, and the number of this rank
+            among them. (1, 0) is the whole pack.
         """
         return ((degree, rank % degree) for degree in self.degrees.tolist())
 
@@ -125,8 +128,8 @@ def imbalance(schedule: Schedule, costs: Float64Array, synchronisation: Synchron
 def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) -> Schedule:
     """Put the packs of a plan, in their order, into the slots of exactly `num_steps` optimizer steps.
 
-    If a step has fewer packs than slots, its largest packs are split; if it has fewer units than slots, the remaining
-    slots stay empty. No unit is duplicated, and none is omitted unless `drop_last` is set.
+    If a step has fewer packs than slots, its largest packs are split. If it has fewer units than slots, some slots stay
+    empty. Every unit is in one slot, except for the last units if `drop_last` is set.
 
     Args:
         plan: packs of units.
@@ -165,8 +168,8 @@ def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bi
     assert bins.drop_last or len(packs) <= num_steps * num_slots, "more packs than slots"
     packs = packs[: num_steps * num_slots]
     if len(packs) <= (num_steps - 1) * num_slots:
-        # The plan has fewer packs than the first epoch, which fixed the number of steps. The packs are spread over all
-        # steps, since otherwise the last steps would be empty.
+        # The plan has fewer packs than the plan of the first epoch, which fixed the number of steps. The packs are
+        # spread over all steps, since otherwise the last steps would be empty.
         packs = split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
@@ -178,9 +181,9 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     """Make a schedule in which the units of each step are given, as they are in unpacked training.
 
     The units of a step fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G
-    micro-batches of a step, so each of the remaining micro-batches gets one short unit. This is the online minibatch
-    packing of arXiv 2407.09105. If trained tokens are evened out (`evens_targets`), the units fill as many
-    micro-batches as in the unpacked run.
+    micro-batches of a step, so each micro-batch that would be empty gets one short unit. This is the online minibatch
+    packing of arXiv 2407.09105. If packs should have even numbers of trained tokens (`evens_targets`), the units fill
+    as many micro-batches as in the unpacked run.
 
     The units always fit. A step of S' = G * W slots has at most S' * B documents, where B is the batch size of the
     unpacked run, each of at most `capacity / B` tokens. If units have several documents, each document of a
@@ -244,27 +247,28 @@ def _few_packs(members: Int64Array, rows: Int64Array, bins: Bins) -> list[Int64A
 def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
     """Extend `packs` to `num` packs, and move a unit to each empty pack, because the Trainer runs all of them.
 
-    The shortest units are moved, but never the last unit of a pack, so a pack stays empty if there are too few units.
+    The shortest units are moved, but no pack loses its last unit. So a pack stays empty if there are too few units.
     """
-    filled = [pack.tolist() for pack in packs] + [[] for _ in range(num - len(packs))]
-    empty_packs = [pack for pack in filled if not pack]
-    # Of units with equal rows, the packs give their first units in turn, then their second ones, and so on.
+    unit_lists = [pack.tolist() for pack in packs] + [[] for _ in range(num - len(packs))]
+    empty_packs = [units for units in unit_lists if not units]
+    # Of units with equal rows, the first units of all packs come first, then the second units of all packs, and so on.
     candidates = sorted(
-        (int(rows[unit]), place, i, unit) for i, pack in enumerate(filled) for place, unit in enumerate(pack)
+        (int(rows[unit]), place, i, unit) for i, units in enumerate(unit_lists) for place, unit in enumerate(units)
     )
-    movable = ((i, unit) for _, _, i, unit in candidates if len(filled[i]) > 1)  # lazy: packs shrink meanwhile
+    # A generator, because packs lose units while it is read
+    movable = ((i, unit) for _, _, i, unit in candidates if len(unit_lists[i]) > 1)
     for empty_pack, (i, unit) in zip(empty_packs, movable, strict=False):
         empty_pack.append(unit)
-        filled[i].remove(unit)
-    return [np.array(pack, dtype=np.int64) for pack in filled]
+        unit_lists[i].remove(unit)
+    return [np.array(units, dtype=np.int64) for units in unit_lists]
 
 
 def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
     """Halve the packs with the most rows until there are `num` packs, or no pack has two units.
 
-    A pack of one long unit is never halved, so halves hold short ones. To spread the halves over the epoch as packs
-    are, both take the place of their pack, and of packs with equal rows the one with the smallest first unit is halved
-    first.
+    Only packs of several units can be halved, so halves hold short units. They should not come together in the epoch.
+    So both halves take the place of their pack, and of packs with equal rows, the one that is halved first is the one
+    whose first unit has the smallest number.
 
     Args:
         packs: numbers of the units in each pack.
@@ -279,12 +283,13 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
         return packs
 
     def heap_entry(i: int) -> tuple[int, int, int]:
+        """Return the key of pack i in the heap. The pack with the smallest key is halved first."""
         return -int(rows[packs[i]].sum()), int(packs[i][0]), i
 
     heap = [heap_entry(i) for i, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(heap)
     packs = list(packs)
-    places = list(range(len(packs)))
+    places = list(range(len(packs)))  # the place of each pack in the result; two halves have one place
     while len(packs) < num and heap:
         *_, i = heapq.heappop(heap)
         longest_first = packs[i][np.argsort(-rows[packs[i]], kind="stable")]
@@ -303,7 +308,7 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
 def _make_schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
     """Make a schedule of the packs of all steps, one for each slot.
 
-    The packs of a step are joined to two arrays at once, which take less memory than an array for each pack.
+    Step after step, the packs become two arrays, which take less memory than an array for each pack.
     """
     orders = [np.zeros(0, np.int64)]
     sizes = [np.zeros(1, np.int64)]
