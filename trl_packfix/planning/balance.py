@@ -25,12 +25,12 @@ from .arrays import Float64Array, Int64Array
 from .exact_fill import WaitingDocuments
 from .units import Bins, Units
 
-FEW_UNITS = 4  # units per slot; fewer are not dealt again, since they hardly ever fit another way
+FEW_UNITS = 4  # fewer units per slot are not dealt anew, since they hardly ever fit another way
 GOOD_ENOUGH_RATIO = 1.002  # packs that take at most this many times the mean cost of a rank stay as they are
-SHORT_DIVISOR = 32  # documents of at most capacity / 32 tokens are short: they fill the room beside the long ones
-FILLING_SHARE = 1 / 4  # the shortest documents with this share of the tokens count as short ones in any case
+SHORT_DIVISOR = 32  # as many documents as have at most capacity / 32 tokens are short: they fill the remaining room
+FILLING_SHARE = 1 / 4  # the cheapest documents that have this share of the tokens are short in any case
 SPARE_DIVISOR = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where most room is
-NUM_DIVIDED_TOGETHER = (4, 6, 8, 12, 16, 24)  # numbers of shortest documents per slot that are divided anew, in turn
+NUM_DIVIDED_TOGETHER = (4, 6, 8, 12, 16, 24)  # how many shortest documents of each slot are divided anew, in turn
 NUM_PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
 
 
@@ -62,15 +62,18 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     packs = packs + [np.zeros(0, np.int64)] * (num_slots - len(packs))
     if world_size == 1:
         return packs
+    # Whether ranks wait only after several micro-steps, so that the costs of a rank add up before it waits
     by_rank = bins.synchronisation == "step" and accumulation > 1
 
     def modelled_time(slot_costs: Float64Array) -> float:
+        """Return the modelled time of the step, from the cost of each slot."""
         slot_costs = slot_costs.reshape(accumulation, world_size)
         return float(slot_costs.sum(axis=0).max() if by_rank else slot_costs.max(axis=1).sum())
 
     unit_costs = units.costs(bins.degree)
     pack_costs = np.array([unit_costs[pack].sum() for pack in packs])
-    # 1. Order the packs. By falling cost, each micro-step gets neighbours, which is the best order for "micro".
+    # 1. Order the packs. With the dearest ones first, the packs of a micro-step have similar costs, which is the best
+    # order for "micro". For "step", packs are dealt to ranks, and slot i gets pack i // W of rank i % W.
     best_order = np.arange(num_slots)
     best_time = modelled_time(pack_costs)
     order = np.argsort(-pack_costs, kind="stable")
@@ -130,7 +133,7 @@ def least_loaded(
 def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: int) -> list[Int64Array]:
     """Deal the units of `packs` anew so that packs have even numbers of trained tokens.
 
-    Where the loss is a mean over each micro-batch, the trained tokens of a pack that has few of them count more.
+    Where the loss is a mean over each micro-batch, a trained token counts more in a pack with few trained tokens.
 
     Args:
         packs: numbers of the units in each pack, none above the capacity.
