@@ -12,7 +12,8 @@ The position among the documents is saved and continued by the training set itse
 stream (`stream_source.py`).
 
 Words: a *document* is one training example; the *engine* is DeepSpeed, FSDP or none. A *table* is a `datasets.Dataset`,
-a *stream* an `IterableDataset`.
+a *stream* an `IterableDataset`. The *state* of a checkpoint is the dictionary in its file `packing_state.json`; a run
+without packing writes none.
 """
 
 import hashlib
@@ -31,33 +32,45 @@ from .trainer_view import TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_LABEL = "weights of the rows"
+WEIGHTS_LABEL = "weights of the rows"  # the saved key of a hash of the weights
 
 
 class Restart(TrainerPart):
-    """The state that a trainer saves for a restart. A resumed run continues exactly, or is refused."""
+    """The state that a trainer saves for a restart. A resumed run continues exactly, or is refused.
 
-    resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
-    weights_folder: str | None  # the checkpoint whose weights were read last
+    Attributes:
+        resumed: the checkpoint from which this training resumes, and its state; None for a new run.
+        weights_folder: the checkpoint whose weights were read last.
+    """
+
+    resumed: tuple[str, dict[str, Any]] | None = None
+    weights_folder: str | None
 
     def __init__(self, trainer: TrainerView, data: TrainingData):
         super().__init__(trainer)
         self._data = data
+        # Files that an earlier run wrote in the folder of the unfinished checkpoint; the result of `note_times`
+        self._earlier_files: dict[str, int] = {}
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
-        """Return the checkpoint to resume from, and set `resumed` to its state.
+        """Return the checkpoint to resume from, and set `resumed` to its folder and state.
 
-        The main process chooses for all ranks. The result is None for a new run.
+        Args:
+            requested: `resume_from_checkpoint` of the user, see `choose_checkpoint`.
+
+        Returns:
+            The folder of the checkpoint. For a new run None, or the value that the user gave to ask for one.
         """
         self.resumed = None
         if not requested:
             return requested
+        # The main process chooses and sends: the checkpoint, its state, a warning, and an error, which all ranks raise
         outcome: list[Any] = [None, None, None, None]
         if self._trainer.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(requested, str(self.args.output_dir))
                 outcome = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
-            except (ValueError, OSError) as error:  # raised on all ranks, which wait for the broadcast
+            except (ValueError, OSError) as error:
                 outcome[3] = str(error)
         checkpoint, state, warning, problem = broadcast_object_list(outcome)
         if problem is not None:
@@ -73,18 +86,23 @@ class Restart(TrainerPart):
         return checkpoint
 
     def _check_origin(self, checkpoint: str, state: dict[str, Any] | None) -> None:
+        """Refuse a checkpoint that another version, another kind of run, or another engine has saved."""
         if state is not None and state["version"] != STATE_VERSION:
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{STATE_FILE}` has version "
                 f"{state['version']}. trl_packfix {__version__} reads version {STATE_VERSION}. "
                 f"Install trl_packfix {state['trl_packfix']}."
             )
-        kind = source_class(self._trainer.train_dataset).kind
-        now = f"with packing a {kind}" if self.args.packing else "without packing"
-        before = "without packing, by another trainer or with `save_only_model=True`"
+        # A checkpoint and a run are of the same kind if both pack a table, both pack a stream, or both do not pack
+        kind = source_class(self._trainer.train_dataset).kind if self.args.packing else None
+        saved_kind = None
         if state is not None:
-            before = f"with packing a {'table' if 'step_hash' in state else 'stream'}"
-        if not before.startswith(now) and not self.args.ignore_data_skip:
+            saved_kind = "table" if "step_hash" in state else "stream"
+        if saved_kind != kind and not self.args.ignore_data_skip:
+            now = f"with packing a {kind}" if kind else "without packing"
+            before = "without packing, by another trainer or with `save_only_model=True`"
+            if saved_kind is not None:
+                before = f"with packing a {saved_kind}"
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given {now}, and it was saved {before}. So it is "
                 f"unknown which documents of its epoch remain. Set `packing={state is not None}` and give the same "
@@ -99,7 +117,9 @@ class Restart(TrainerPart):
             )
 
     def _check_shards(self, checkpoint: str, state: dict[str, Any]) -> None:
+        """Refuse a checkpoint of DeepSpeed that another number of ranks saved, unless DeepSpeed can load it."""
         now = self.args.world_size
+        # Earlier versions saved the number of ranks among the settings of a table only
         before = state.get("world_size", state.get("settings", {}).get("world_size", now))
         if state["engine"] != "deepspeed" or before == now:
             return
@@ -134,12 +154,12 @@ class Restart(TrainerPart):
         }
 
     def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
+        """Refuse a checkpoint of a run that minimised another loss."""
         settings = self._loss_settings()
-        changed = compare_settings(
-            settings | state, settings
-        )  # checkpoints of earlier versions do not have all entries
+        before = settings | state  # a checkpoint of an earlier version does not have all entries
+        changed = compare_settings(before, settings)
         if changed:
-            names = [f"`{name}={before!r}`" for name, (before, _) in changed.items() if name != WEIGHTS_LABEL]
+            names = [f"`{name}={saved!r}`" for name, (saved, _) in changed.items() if name != WEIGHTS_LABEL]
             remedy = f"Set {', '.join(names)}" if names else "Give the rows the weights that they had"
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with another loss: "
@@ -151,12 +171,12 @@ class Restart(TrainerPart):
     @property
     def _engine(self) -> str:
         """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
-        return (
-            "deepspeed" if self._trainer.is_deepspeed_enabled else "fsdp" if self._trainer.is_fsdp_enabled else "none"
-        )
+        if self._trainer.is_deepspeed_enabled:
+            return "deepspeed"
+        return "fsdp" if self._trainer.is_fsdp_enabled else "none"
 
     def check_training_set(self) -> None:
-        """Refuse a checkpoint if this run has other batches in its epoch, or another loss."""
+        """Let the training set continue the plan of the checkpoint. Refuse other batches and another loss."""
         if self.resumed is not None:
             self._check_shards(*self.resumed)
         self._data.source.restore_plan(None if self.args.ignore_data_skip else self.resumed)
@@ -166,27 +186,34 @@ class Restart(TrainerPart):
     def resume_position(self, values: tuple[int, int]) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
 
-        Where no plan is resumed, return `values`, which transformers has computed.
+        Args:
+            values: the two numbers as transformers has computed them, which are right if no plan is resumed.
         """
         if self.resumed is None or self.args.ignore_data_skip:
             return values
-        return self._data.source.resume_position(values, self.resumed[1])
+        _, state = self.resumed
+        return self._data.source.resume_position(values, state)
 
     def resume_loader(self, checkpoint: str | None, max_steps: int) -> None:
-        """Let the loader continue from the position saved in `checkpoint`."""
+        """Let the loader continue from the position saved in `checkpoint`. `max_steps` are the steps of the run."""
         if checkpoint is not None:
+            # transformers takes `max_steps` for the steps of an epoch of a loader without a length, and discards the
+            # micro-batches of the running epoch
             num_steps = self._trainer.state.global_step % max_steps
             self._data.source.resume_loader(checkpoint, num_steps * self.args.gradient_accumulation_steps)
 
     def begin_checkpoint(self, trial: object) -> None:
-        """Mark the folder of the checkpoint of this step as unfinished. All ranks must call."""
+        """Mark the folder of the checkpoint of this step as unfinished. All ranks must call it.
+
+        Args:
+            trial: the trial of a search of hyperparameters, which has a folder of its own; else None.
+        """
         if not self.args.packing:
             return
         if self.args.should_save:
-            run_dir = self._trainer._get_output_dir(trial)
-            self._earlier_files = checkpoints.note_times(
-                Path(run_dir) / f"checkpoint-{self._trainer.state.global_step}"
-            )
+            run_folder = Path(self._trainer._get_output_dir(trial))
+            checkpoint = run_folder / f"checkpoint-{self._trainer.state.global_step}"
+            self._earlier_files = checkpoints.note_times(checkpoint)
         self._trainer.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
 
     def end_checkpoint(self, folder: str) -> None:
@@ -202,8 +229,8 @@ class Restart(TrainerPart):
         if position is None:
             return  # the run does not pack, or the user made the loader
         state |= position
-        # Every rank has written its last files. Then the Trainer writes `trainer_state.json`, and after that it deletes
-        # older checkpoints. So one checkpoint is whole at every moment.
+        # Wait until every rank has written its last files. After the state, transformers writes `trainer_state.json`,
+        # and then deletes older checkpoints. So there is a whole checkpoint at every moment.
         self._trainer.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoints.save_state(Path(folder), state, self._earlier_files)
