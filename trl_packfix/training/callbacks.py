@@ -7,12 +7,11 @@
     BeforeFirstStep         proves on the wrapped model that documents in packs are isolated, compares the first step
                             with unpacked training (`first_step.py`), and shows the packing report
 
-A stream has one more (`stream_source.py`).
+Other callbacks are in `stream_source.py`, `compiled_layers.py` and `memory.py`.
 
-Words: the model is *wrapped* when an engine (DDP, FSDP, DeepSpeed) has prepared it. Documents are *isolated* if no
-document of a pack changes what the model computes for another document. The fallback of a model whose documents are not
-isolated: it is *unpacked*, so that its packs run as rows of padded batches. *Unpacked training*, with which the first
-step is compared, is training without packing.
+Words: a *pack* is one sequence of several documents. The model is *wrapped* when an engine (DDP, FSDP, DeepSpeed) has
+prepared it. Documents are *isolated* if no document of a pack changes what the model computes for another document. If
+they are not, the model may be *unpacked*: then it computes the documents of a pack as rows of a padded batch.
 """
 
 import logging
@@ -40,7 +39,7 @@ from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
 from ..reporting.page import STATE_FILE
-from ..reporting.report import metrics
+from ..reporting.report import PackingReport, metrics
 from .choices import RunSettings
 from .compiled_layers import describe_compilation, layers_uncompiled
 from .conflicts import experimental_choices, refuse_conflicts
@@ -57,7 +56,8 @@ from .trainer_view import TrainerView
 logger = logging.getLogger(__name__)
 
 MUCH_GIB = 0.5  # memory that is worth a line in the report
-LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+# The keys of the log, with their unit and description. `tools/logged.py` makes docs/logging.md from them
+LOGGED = {
     "isolation/max_change": ("relative", "largest change of a document when another one changes"),
     "isolation/max_difference": ("relative", "largest difference of a document in a pack from itself alone"),
     "isolation/tolerance": ("relative", "what rounding explains"),
@@ -69,7 +69,7 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 
 
 class BeforeTraining(TrainerCallback):
-    """Prints what is trained, and refuses evaluation sets without a trained token and a loss that is not used."""
+    """Prints what is trained. Refuses evaluation sets without a trained token, and a replaced `compute_loss`."""
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
         self._trainer = trainer
@@ -89,7 +89,7 @@ class BeforeTraining(TrainerCallback):
                 )
         if args.packing:
             self._warn_of_uneven_micro_batches()
-        else:  # the report of packing has this line
+        else:  # with packing, the packing report has these lines
             trainer.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
             if self._data.data_report is not None:
                 trainer.accelerator.print(f"Data: {self._data.data_report.line()}")
@@ -104,7 +104,7 @@ class BeforeTraining(TrainerCallback):
             logger.warning(warning)
 
     def on_pre_optimizer_step(self, *arguments: object, **kwargs: object) -> None:
-        # `compute_loss` of this package sets `is_scored`. If it did not run, a subclass has replaced it
+        # `compute_loss` of this package sets `is_scored` in each step. If it did not run, a subclass has replaced it
         if not self._objective.totals.is_scored:
             refuse_conflicts(
                 RunSettings(args=self._trainer.args, user_loss=f"{type(self._trainer).__name__}.compute_loss")
@@ -131,7 +131,7 @@ def backward_note(model: nn.Module, most_documents: int | None) -> str:
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Proves isolation on the wrapped model, and compares the first step, on all ranks; then shows the report."""
+    """Proves isolation on the wrapped model, compares the first step with unpacked training, and shows the report."""
 
     def __init__(self, trainer: TrainerView, data: TrainingData, first_step: FirstStep):
         self._trainer = trainer
@@ -173,23 +173,18 @@ class BeforeFirstStep(TrainerCallback):
             isolation, step = self._prove_and_compare()
         report = trainer.packing_report
         assert report is not None
-        attention = packed_model.attention
-        text = f"{attention.name}: {attention.reason}"
-        if attention.is_flash:
-            text += backward_note(trainer.model, report.most_documents)
-            if attention.name == ATTENTION_NAME and args.device.type == "cuda" and report.max_length >= LONG_DOCUMENT:
-                text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
-            if self._data.shares_rows:
-                feature = packed_model.feature
-                text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
-        experimental = experimental_choices(RunSettings(args=args, model=model))
-        first_step = step.text + describe_hooks(model)
-        report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=experimental)
-        report = replace(report, compiled=describe_compilation(model, args))
-        trainer.packing_report = report
+        report = trainer.packing_report = replace(
+            report,
+            isolation=isolation,
+            first_step=step.text + describe_hooks(model),
+            attention=self._describe_attention(report),
+            experimental=experimental_choices(RunSettings(args=args, model=model)),
+            compiled=describe_compilation(model, args),
+        )
         if args.packing_report and trainer.is_world_process_zero():
             report.show()
             report.save(str(args.output_dir))
+        # The report is shown also for a model that is refused here
         isolation.raise_if_leaking(args.on_leak)
         step.raise_if_different()
         self._proved_module_ids = self._module_ids()
@@ -208,11 +203,28 @@ class BeforeFirstStep(TrainerCallback):
                 }
             )
 
-    def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
-        """Prove isolation, the feature and packs that ranks share; compare the first step with unpacked training.
+    def _describe_attention(self, report: PackingReport) -> str:
+        """Return the line of the report that names the attention of packs, why it was chosen, and its memory."""
+        trainer = self._trainer
+        attention = trainer.packed_model.attention
+        text = f"{attention.name}: {attention.reason}"
+        if not attention.is_flash:
+            return text
+        text += backward_note(trainer.model, report.most_documents)
+        is_on_cuda = trainer.args.device.type == "cuda"
+        if attention.name == ATTENTION_NAME and is_on_cuda and report.max_length >= LONG_DOCUMENT:
+            text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
+        if self._data.shares_rows:
+            feature = trainer.packed_model.feature
+            text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
+        return text
 
-        If documents are isolated and the first step differs all the same, the model is unpacked, unless a setting
-        forbids it, and compared again.
+    def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
+        """Prove isolation, and compare the first step with unpacked training.
+
+        Packs with the feature of the run (`share_prefixes`) and packs that ranks share are proved, too. If documents
+        are isolated and the first step differs all the same, the model is unpacked and compared again. Nothing is
+        unpacked if a setting forbids it.
         """
         trainer = self._trainer
         args = self._trainer.args
@@ -221,7 +233,8 @@ class BeforeFirstStep(TrainerCallback):
             isolation = packed_model.prove(trainer.model_wrapped)
         refusal = prove_feature(trainer, self._data, trainer.model_wrapped)  # why documents cannot share rows, or None
         report = trainer.packing_report
-        if refusal is not None and report is not None and report.prefixes is not None:
+        assert report is not None  # made with the training loader
+        if refusal is not None and report.prefixes is not None:
             trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(refusal))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
@@ -229,13 +242,14 @@ class BeforeFirstStep(TrainerCallback):
             step = self._first_step.compare()
         # Documents that share rows, or packs that ranks share, cannot run as rows of a padded batch
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
-        if step.problem is not None and args.on_leak != "raise" and not (is_shared or packed_model.is_unpacked):
+        may_unpack = args.on_leak != "raise" and not is_shared and not packed_model.is_unpacked
+        if step.problem is not None and may_unpack:
             isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
             if isolation.passed:
-                retried = self._first_step.compare()
-                # If padded batches have a problem, too, the result of the packed step remains, and is reported
-                if retried.problem is None:
-                    step = retried
+                unpacked_step = self._first_step.compare()
+                # If the unpacked model has a problem, too, the problem of the packed model is reported
+                if unpacked_step.problem is None:
+                    step = unpacked_step
         return isolation, step
 
     def on_train_end(self, *arguments: object, **kwargs: object) -> None:
@@ -256,15 +270,17 @@ class BeforeFirstStep(TrainerCallback):
 class CheckAdapterGradients(TrainerCallback):
     """Refuses adapters that get no gradient in the first optimizer step, though the modules around them ran.
 
-    For example, fused kernels of Mamba-2 do not call an adapter on the output projection. An adapter is not refused if
-    its module did not run, because it may get a gradient in a later step. Neither is one that ran and has a gradient of
-    zero: the projection behind it may start at zero, or no document of the step has the token that is trained. Nothing
-    is refused if no adapter has a gradient, as with DeepSpeed, which holds gradients elsewhere.
+    For example, fused kernels of Mamba-2 do not call an adapter on the output projection. Three cases are accepted:
+
+    - The module around the adapter did not run. The adapter may get a gradient in a later step.
+    - The adapter ran and has a gradient of zero. The projection behind it may start at zero, or no document of the step
+      has the token that is trained.
+    - No adapter at all has a gradient, as with DeepSpeed, which holds gradients elsewhere.
     """
 
     def __init__(self) -> None:
-        self._adapters: dict[str, BaseTunerLayer] | None = None
-        self._ran: set[str] = set()
+        self._adapters: dict[str, BaseTunerLayer] | None = None  # by name; None before the first step, {} after it
+        self._ran: set[str] = set()  # names of the adapters, and of the modules around them, that ran
         self._handles: list[RemovableHandle] = []
 
     def on_step_begin(self, *arguments: object, **kwargs: Any) -> None:
@@ -272,9 +288,10 @@ class CheckAdapterGradients(TrainerCallback):
             return
         modules = dict(kwargs["model"].named_modules())
         self._adapters = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
-        for name in {*self._adapters, *(name.rpartition(".")[0] for name in self._adapters)}:
-            note = partial(lambda name, *arguments: self._ran.add(name), name)
-            self._handles.append(modules[name].register_forward_hook(note))
+        names_of_modules_around = {name.rpartition(".")[0] for name in self._adapters}
+        for name in {*self._adapters, *names_of_modules_around}:
+            note_run = partial(lambda name, *arguments: self._ran.add(name), name)
+            self._handles.append(modules[name].register_forward_hook(note_run))
 
     def on_pre_optimizer_step(self, args: Any, *arguments: object, **kwargs: object) -> None:
         for handle in self._handles:
@@ -282,17 +299,21 @@ class CheckAdapterGradients(TrainerCallback):
         adapters = self._adapters or {}
         self._adapters = {}
         self._handles = []
-        trained = {name: parameters for name, module in adapters.items() if (parameters := _trained_parameters(module))}
-        learns = {name: _has_gradient(parameters, ran=name in self._ran) for name, parameters in trained.items()}
-        if not any(learns.values()):
+        # First, whether each adapter with trained parameters has a gradient
+        has_gradient: dict[str, bool] = {}
+        for name, module in adapters.items():
+            parameters = _trained_parameters(module)
+            if parameters:
+                has_gradient[name] = _has_gradient(parameters, ran=name in self._ran)
+        if not any(has_gradient.values()):
             return
-        # The message names the adapters of all layers together, with `*` in place of the number of a layer, and only if
-        # none of them has a gradient. So the first line collects all names, and the second removes those that learn.
-        dead = {re.sub(r"\d+", "*", name) for name in learns if name.rpartition(".")[0] in self._ran}
-        dead -= {re.sub(r"\d+", "*", name) for name, learning in learns.items() if learning}
-        if dead:
-            name = min(dead)
-            named = f"`{name}`" + (f" (and of {len(dead) - 1} other(s))" if len(dead) > 1 else "")
+        # Second, the adapters to refuse. The same adapter of all layers has one name, with `*` for the number of the
+        # layer. It is refused if it has a gradient in no layer
+        refused = {re.sub(r"\d+", "*", name) for name in has_gradient if name.rpartition(".")[0] in self._ran}
+        refused -= {re.sub(r"\d+", "*", name) for name, is_trained in has_gradient.items() if is_trained}
+        if refused:
+            name = min(refused)
+            named = f"`{name}`" + (f" (and of {len(refused) - 1} other(s))" if len(refused) > 1 else "")
             alternative = "" if args.packing else ", or train with `packing=True`, where Mamba-2 calls it"
             raise ValueError(
                 f"No adapter of {named} got a gradient in the first optimizer step, though the modules around "
@@ -309,6 +330,17 @@ def _trained_parameters(adapter: BaseTunerLayer) -> list[nn.Parameter]:
 
 
 def _has_gradient(parameters: list[nn.Parameter], *, ran: bool) -> bool:
-    """Return whether a parameter has a gradient. If its adapter did not run, a gradient of zero does not count."""
-    # The shard of a gradient on this rank may be zero, so its presence is enough for a sharded parameter
-    return any(p.grad is not None and (ran or isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in parameters)
+    """Return whether a parameter of an adapter has a gradient.
+
+    Args:
+        parameters: the trained parameters of the adapter.
+        ran: whether the adapter ran. If it did not, a gradient of zero does not count.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # Of a sharded gradient this rank has a part, which may be zero
+        if ran or isinstance(gradient, DTensor) or bool(gradient.any()):
+            return True
+    return False

@@ -33,7 +33,7 @@ HASHED_WHOLE = 2**26  # bytes; all of a file of at most this size is hashed
 NUM_BLOCKS = 16  # number of evenly spaced blocks of a larger file that are hashed
 BLOCK = 2**16  # bytes of a block
 
-TrainedMask = npt.NDArray[np.bool_]  # for each document of the epoch, whether it was trained; (N,)
+TrainedMask = npt.NDArray[np.bool_]  # for each of the N documents of the epoch, whether it was trained; (N,)
 
 
 # Writing a checkpoint
@@ -42,7 +42,8 @@ TrainedMask = npt.NDArray[np.bool_]  # for each document of the epoch, whether i
 def note_times(checkpoint: Path) -> dict[str, int]:
     """Mark a checkpoint folder as unfinished, and return the files that an earlier run wrote there.
 
-    The files are returned as their modification times in nanoseconds, by name. `save_state` needs them.
+    Returns:
+        The time of the last change of each file in nanoseconds, by name, for `save_state`.
     """
     # `trainer_state.json` is removed first, because without it the checkpoint counts as unfinished at once
     (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -132,13 +133,13 @@ def damage(checkpoint: Path) -> str | None:
     if "files" not in state or saved_hash not in (None, _hash_of_state(state)):
         return f"its `{STATE_FILE}` does not hold what was saved"
     for name, entry in state["files"].items():
-        size, digest = entry if isinstance(entry, list) else (entry, None)
+        size, saved_digest = entry if isinstance(entry, list) else (entry, None)
         file = checkpoint / name
         if not file.is_file():
             return f"its file `{name}` is missing"
         if file.stat().st_size != size:
             return f"its file `{name}` has {file.stat().st_size} bytes of {size}"
-        if digest is not None and _hash(file) != digest:
+        if saved_digest is not None and _hash(file) != saved_digest:
             return f"its file `{name}` is not as it was written"
     return None
 
@@ -159,13 +160,13 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """Return the state that `save_state` wrote, or None if the checkpoint has no `packing_state.json`.
 
-    Without a stream its entry `trained` has the two masks that `save_trained` wrote, see `read_trained`.
+    For a run on a table, the two masks that `save_trained` wrote are added as the entry "trained".
     """
     file = checkpoint / STATE_FILE
     if not file.is_file():
         return None
     state: dict[str, Any] = json.loads(file.read_text())
-    if "settings" in state:
+    if "settings" in state:  # the run read a table
         state["trained"] = read_trained(checkpoint, state["settings"]["documents"])
     return state
 
@@ -201,7 +202,7 @@ def read_trained(checkpoint: Path, num_documents: int) -> tuple[TrainedMask | No
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint in a folder, or None, and why each newer checkpoint is skipped."""
+    """Return the newest whole checkpoint in a folder, or None, and for each newer checkpoint why it is skipped."""
     skipped: list[str] = []
     for path in reversed(sort_checkpoints(str(folder))):
         problem = damage(Path(path))
