@@ -70,12 +70,13 @@ from .step_comparison import (
 from .totals import TrainingTotals
 from .trainer_view import TrainerView
 
-NUM_BEFORE = 8  # length in tokens of the document that stands before the long document in `compare_longer`
+NUM_TOKENS_BEFORE = 8  # length of the document that is packed before the long document in `compare_longer`
 FINE_LOSS_GAP = 1e-4  # a relative gap of losses below this limit is accepted without a measurement of rounding
 # As `FINE_LOSS_GAP`, for gradients. TRL's fused LM head alone changes gradients of SmolLM2-135M in fp32 by 1.5e-4 to
 # 2.4e-4. The measurement of rounding does not show this change.
 FINE_GRADIENT_GAP = 1e-3
-SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # attributes of the trainer to restore
+# Attributes of the trainer that the comparison sets, and restores at its end
+SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")
 # As `SMALL_SHARE`, in half precision: there a small gradient, such as the gradient of a bias in front of attention, is
 # mostly a sum of rounding errors.
 SMALL_IN_HALF = 3e-2
@@ -84,20 +85,28 @@ logger = logging.get_logger(__name__)
 
 
 def _gap_text(gap: float, limit: float, accepted: float) -> str:
-    """Return a relative gap with its bound: what is always accepted, or the larger one that rounding explains.
+    """Return a relative gap with its limit, as a text for the report.
+
+    Args:
+        gap: the measured gap.
+        limit: the limit of the gap.
+        accepted: the limit that is always accepted. `limit` is larger if rounding explains larger gaps.
 
     >>> _gap_text(1e-6, 1e-4, 1e-4)
     '1e-06 (accepted 1e-04)'
     >>> _gap_text(2e-2, 3e-2, 1e-3)
     '2e-02 (rounding explains 3e-02)'
     """
-    return f"{gap:.0e} ({'rounding explains' if limit > accepted else 'accepted'} {limit:.0e})"
+    reason = "rounding explains" if limit > accepted else "accepted"
+    return f"{gap:.0e} ({reason} {limit:.0e})"
 
 
 class _StepGradients(NamedTuple):
-    """The loss of a step over all ranks, and the products of its gradients; None if gradients are not compared."""
+    """What is compared of a training step, summed over all ranks."""
 
     loss: float
+    # Products of the gradient of each parameter with random vectors, (parameters, NUM_VECTORS); None if gradients are
+    # not compared
     products: Tensor | None
 
 
@@ -125,10 +134,9 @@ class FirstStep:
         self.longest_compared: float = inf
 
     def _make_probe(self, model: nn.Module) -> Any:
-        """Return a probe, which runs `model` for tests, with the attention of the user for unpacked documents."""
-        return make_probe(
-            model, self._data.images.examples, user_attention=self._trainer.packed_model.attention.previous
-        )
+        """Return a probe, which runs `model` for tests; on unpacked documents with the attention that the user set."""
+        user_attention = self._trainer.packed_model.attention.previous
+        return make_probe(model, self._data.images.examples, user_attention=user_attention)
 
     # The comparison
 
@@ -154,8 +162,8 @@ class FirstStep:
         if not self._sum_over_ranks(sum(map(num_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
 
-        # Third, train them packed and unpacked. A gap above its limit counts only if it is also found when equal values
-        # in `topk` are chosen in a fixed order
+        # Third, train them packed and unpacked, and measure the gaps. `run_without_draws` makes modules that draw
+        # random numbers, such as routers with jitter, draw none
         with self._undisturbed():
             packed = self._probe.run_without_draws(lambda: self._train_packed(packs))
             unpacked = self._train_unpacked(packs)
@@ -166,12 +174,15 @@ class FirstStep:
             rounds_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
             fine_loss = torch.finfo(dtype).eps if rounds_logits else FINE_LOSS_GAP
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
+            # The limits are the fine gaps or, if a gap is above these, the gaps that rounding alone makes
             limits = self._probe.limits_of_rounding(
                 gaps,
                 [fine_loss, fine_gradients],
                 lambda: self._measure_gaps(self._train_packed(packs), packed),
                 by_channel=True,
             )
+            # A router may choose another expert because rounding changes the order of equal values. So a gap above its
+            # limit counts only if it is found again when `topk` chooses among equal values in a fixed order
             problem = None
             if self._probe.is_beyond(gaps, limits):
                 with FirstOfTies():
@@ -182,12 +193,12 @@ class FirstStep:
                         problem = self._describe_difference(packs, packed, unpacked, limits=limits)
         self._trainer.model.zero_grad(set_to_none=True)
 
-        # Fourth, prepare `compare_longer`
-        self.longest_compared = self._max_over_ranks(
-            max(document_length(document) for pack in packs for document in pack)
-        )
-        if not self._has_collectives:  # then each rank compares its own long documents, without waiting for other ranks
-            unwrapped_probe.drawing_modules = self._probe.drawing_modules
+        # Fourth, prepare `compare_longer`. If a forward pass does not wait for other ranks, each rank compares its own
+        # long documents on the unwrapped model
+        longest_on_rank = max(document_length(document) for pack in packs for document in pack)
+        self.longest_compared = self._max_over_ranks(longest_on_rank)
+        if not self._has_collectives:
+            unwrapped_probe.drawing_modules = self._probe.drawing_modules  # the modules that draw random numbers
             self._probe = unwrapped_probe
 
         # Last, write the line of the report
@@ -249,16 +260,18 @@ class FirstStep:
         documents, group = self._data.source.first_documents(NUM_CANDIDATES)
         # Only documents with a trained token and a weight change the model
         documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
-        examples = self._data.images.examples
+        examples = self._data.images.examples  # None in a run without images
         if examples is not None and self._has_collectives:
-            # A row without images does not run the image tower, and ranks that run it would wait forever. So all ranks
+            # A row without images does not run the vision tower, and ranks that run it would wait forever. So all ranks
             # take documents with images if every rank has one, and otherwise documents without images
-            has_images = [examples.images.has_images(document) for document in documents]
-            takes_images = self._sum_over_ranks(any(has_images)) == self._trainer.accelerator.num_processes
-            documents = [document for document, has in zip(documents, has_images, strict=True) if has is takes_images]
-        first = choose_documents(documents)
-        second = [max(first, key=document_length)] if group.is_alone else first[1:]
-        return [RankShare(pack, group) for pack in (first, second)]
+            with_images = [document for document in documents if examples.images.has_images(document)]
+            without_images = [document for document in documents if not examples.images.has_images(document)]
+            num_ranks_with_images = self._sum_over_ranks(bool(with_images))
+            all_have_images = num_ranks_with_images == self._trainer.accelerator.num_processes
+            documents = with_images if all_have_images else without_images
+        first_pack = choose_documents(documents)
+        second_pack = [max(first_pack, key=document_length)] if group.is_alone else first_pack[1:]
+        return [RankShare(pack, group) for pack in (first_pack, second_pack)]
 
     # The packed step
 
@@ -303,12 +316,13 @@ class FirstStep:
         # First, the factors and the divisor. Ranks that share a pack have equal documents, so only the first of these
         # ranks counts them; the documents of the other ranks have the factor 0
         counts_documents = packs[0].group.is_leader
+        weighs_documents = args.document_weighting == "document"
         factors = [0.0] * len(documents)
         rank_divisor = 0.0
         for document in (document for pack in packs for document in pack):
             weight = counts_documents * float(document.get(WEIGHTS, 1.0))
             num_tokens = num_trained(document)
-            weighs_documents = args.document_weighting == "document"
+            # The index of this object; an equal document may be there twice
             i = next(i for i, candidate in enumerate(documents) if candidate is document)
             factors[i] += weight / (max(num_tokens, 1) if weighs_documents else 1)
             rank_divisor += weight * (num_tokens > 0 if weighs_documents else num_tokens)
@@ -316,10 +330,10 @@ class FirstStep:
 
         # Second, batches of documents of equal length. A document has a batch of its own if it may have images, or if
         # forward passes wait for other ranks, because all ranks must then have equally many batches
-        is_alone = self._has_collectives or self._data.packs_images
-        batches: dict[int, list[int]] = {}
+        is_single = self._has_collectives or self._data.packs_images
+        batches: dict[int, list[int]] = {}  # indices of documents, by their length or by a key of their own
         for i, document in enumerate(documents):
-            batches.setdefault(-i if is_alone else document_length(document), []).append(i)
+            batches.setdefault(-i if is_single else document_length(document), []).append(i)
 
         # Third, forward and backward passes. The backward passes are in the context, too, because gradient
         # checkpointing computes layers again there
@@ -401,13 +415,14 @@ class FirstStep:
         if self.longest_compared == inf or 2 * self.longest_compared > (self._trainer.args.max_length or inf):
             return
         plain_batches = [batch for batch in batches if is_plain(batch)]
-        maximum = self._max_over_ranks if self._has_collectives else int
+        # All ranks must decide alike if they wait for each other in forward passes
+        largest_of_ranks = self._max_over_ranks if self._has_collectives else int
         upper_bound = max((int(batch["max_length_q"]) for batch in plain_batches), default=0)
-        if maximum(upper_bound) < 2 * self.longest_compared:
+        if largest_of_ranks(upper_bound) < 2 * self.longest_compared:
             return
         candidates = (longest_of(batch) for batch in plain_batches)
         document = max(candidates, key=len, default=self._probe.tokens(2))
-        longest = maximum(len(document))
+        longest = largest_of_ranks(len(document))
         if longest < 2 * self.longest_compared:  # with constant shapes `max_length_q` is `max_length` in every batch
             return
 
@@ -415,7 +430,7 @@ class FirstStep:
         try:
             uncompiled = layers_uncompiled(self._trainer.args)
             with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad(), uncompiled:
-                pack = [self._probe.tokens(NUM_BEFORE), document]
+                pack = [self._probe.tokens(NUM_TOKENS_BEFORE), document]
 
                 def packed_states() -> Tensor:
                     return self._probe.forward_packed(pack)[1]
@@ -462,13 +477,11 @@ class FirstStep:
         return 1.0 if scaler is None else scaler.get_scale()
 
     def _gradient_products(self, *, is_reduced: bool) -> Tensor | None:
-        """Return the products of the gradients of a step over all ranks, (parameters, NUM_VECTORS).
-
-        They are None if gradients are not compared.
+        """Return the products of the gradients of a step, as `_StepGradients` holds them.
 
         Args:
-            is_reduced: whether the gradients are those of the step over all ranks already, as after the trainer's
-                methods. Otherwise the gradients of the ranks are added.
+            is_reduced: whether the gradients are reduced over ranks already, as after the trainer's methods. If not,
+                the gradients of the ranks are added here.
         """
         if not self._compares_gradients:
             return None
@@ -496,7 +509,14 @@ class FirstStep:
     def _describe_difference(
         self, packs: list[RankShare], packed: _StepGradients, unpacked: _StepGradients, *, limits: list[float]
     ) -> str:
-        """Return in words what differs by more than `limits`: the loss, gradients, and single documents of a pack."""
+        """Return in words what differs by more than `limits`: the loss, gradients, and single documents of a pack.
+
+        Args:
+            packs: the compared packs of this rank.
+            packed: the result of the packed step.
+            unpacked: the result of the unpacked step.
+            limits: the limits of the gaps of the loss and of gradients.
+        """
         differences = []
         if self._probe.is_beyond(self._measure_gaps(packed, unpacked)[:1], limits[:1]):
             differences.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
@@ -541,8 +561,8 @@ class FirstStep:
                 for document_noise in noise_amplitudes:
                     document_noise.alpha = 0.0
                 trainer.aux_loss_enabled &= not self._data.packs_images
-                # `training_step` sets all modules to train mode. This hook sets the modules that draw random numbers to
-                # eval mode again
+                # `training_step` sets all modules to train mode. Before each forward, this hook sets the modules that
+                # draw random numbers to eval mode again
                 with probe.inner.register_forward_pre_hook(probe.silence):
                     yield
         finally:
