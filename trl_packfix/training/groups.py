@@ -13,7 +13,7 @@ from accelerate.utils import gather
 from ..layout import layout_of
 from .loading import TrainingData
 
-COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # what is compared of packs that ranks hold as a whole
+COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # the tensors of a batch that are compared
 
 
 class SamePackCheck:
@@ -21,6 +21,9 @@ class SamePackCheck:
 
     Different packs may have equal shapes, so that training would go on without an error. Each rank reads a stream by
     itself, so packs of a stream are compared in every step.
+
+    Attributes:
+        num_remaining_steps: the number of optimizer steps in which packs will be compared.
     """
 
     def __init__(self, data: TrainingData) -> None:
@@ -28,7 +31,7 @@ class SamePackCheck:
         self.num_remaining_steps = 0
 
     def start_training(self) -> None:
-        """Set the number of optimizer steps to check. Called before training."""
+        """Set the number of optimizer steps in which packs will be compared."""
         self.num_remaining_steps = 0
         if self._data.ranks.may_share:
             self.num_remaining_steps = self._data.source.num_compared_steps
@@ -60,6 +63,7 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
             first_rank = rank - rank % size
             if pack == packs[first_rank]:
                 continue
+            # The ranks divide the model or, with a degree above 1, share packs. The two are never combined
             part_text = ""
             reason = f"The {copies} ranks that divide the model sum their outputs as those of one pack"
             if degree > 1:
@@ -76,7 +80,7 @@ def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
     """Return (degree, number of tokens, checksum of the pack) on the device, (3,). Equal packs have equal summaries."""
     layout = layout_of(batch)
     tokens = batch["input_ids"]
-    if not layout.group.is_alone:
+    if not layout.group.is_alone:  # the batch is a part of a pack, and the layout describes the whole pack
         return torch.tensor([layout.group.size, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
     tensors = [batch[name] for name in COMPARED_KEYS if name in batch]

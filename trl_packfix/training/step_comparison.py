@@ -30,9 +30,11 @@ from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
 NUM_CANDIDATES = 32  # documents that are read, of which `NUM_DOCUMENTS` are chosen
 NUM_DOCUMENTS = 3
 NUM_HALF_TOKENS = 16  # a shortened text has so many tokens of its beginning, and as many around its first trained token
-MOST_TOKENS = 512  # longest document with images that is chosen if a shorter one exists; images are not shortened
+# A document is preferred if it has at most so many tokens. A document with images is not shortened, so it may have more
+MOST_TOKENS = 512
 
-TEXT_ENTRIES = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch without images
+# Keys of a batch without images: the keys that the collator makes, and those of row values
+TEXT_BATCH_KEYS = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}
 
 Document = dict[str, Any]
 
@@ -129,7 +131,8 @@ def _shorten(document: Document) -> Document:
     positions = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)  # that predict a trained token
     second_half = max(NUM_HALF_TOKENS, int(positions[0]) - NUM_HALF_TOKENS // 2)
     indices = np.r_[0:NUM_HALF_TOKENS, second_half : second_half + NUM_HALF_TOKENS]
-    indices = indices[indices < document_length(document) - (len(positions) > 1)]
+    removes_last = len(positions) > 1
+    indices = indices[indices < document_length(document) - removes_last]
     return document | {name: np.asarray(document[name])[indices] for name in TEXT_KEYS}
 
 
@@ -142,13 +145,14 @@ def is_plain(batch: dict[str, Any]) -> bool:
     """Return whether a batch is a whole pack of texts in which documents share no prefix."""
     layout = layout_of(batch)
     tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
-    return tensors <= TEXT_ENTRIES and layout.is_packed and not layout.weighs_rows
+    is_text_batch = tensors <= TEXT_BATCH_KEYS
+    return is_text_batch and layout.is_packed and not layout.weighs_rows  # rows of shared or cut packs are weighed
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
     """Return the tokens, (n,), of the longest document of a pack, on the CPU.
 
-    Only documents with a trained token count. The others are padding.
+    Documents without a trained token are padding, and are not returned.
     """
     bounds = batch["cu_seq_lens_q"]
     num_trained_before = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))

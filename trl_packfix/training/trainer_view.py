@@ -35,27 +35,29 @@ class TrainerView(Protocol):
     packing_report: PackingReport | None
     user_code: Any  # a `UserCode`, whose module imports this one
 
+    # Data
     train_dataset: Any
-    eval_dataset: Any
+    eval_dataset: Any  # a dataset, or several by name
     data_collator: Any
-    processing_class: Any
-    _tokenizer: Any
-    _is_vision_dataset: bool
+    processing_class: Any  # a tokenizer or a processor
+    _tokenizer: Any  # the tokenizer, or that of the processor
+    _is_vision_dataset: bool  # whether the first row of the training set has images
     padding_free: bool
     completion_only_loss: bool
     _train_batch_size: int  # `auto_find_batch_size` lowers it
 
+    # Loss
     compute_loss_func: Callable[..., Any] | None
     compute_metrics: Callable[..., Any] | None
     label_smoother: LabelSmoother | None
-    aux_loss_enabled: bool
+    aux_loss_enabled: bool  # whether the router loss of a mixture of experts is trained
     router_aux_loss_coef: float
     neftune_noise_alpha: float | None
-    model_accepts_loss_kwargs: bool
+    model_accepts_loss_kwargs: bool  # whether the loss gets the number of trained tokens of an optimizer step
     current_gradient_accumulation_steps: int
     _loss_shifts_labels: bool
     _total_train_tokens: int
-    _metrics: dict[str, Any]  # TRL's `log` averages them
+    _metrics: dict[str, Any]  # lists of values by mode and name; TRL's `log` averages them
 
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
@@ -85,8 +87,8 @@ class DataRanks:
         rank: the data-parallel rank of this process.
         count: the number of data-parallel ranks.
         copies: the number of processes of a data-parallel rank.
-        index: the index of this process among those of its data-parallel rank.
-        may_share: whether several processes may have the same pack, or parts of one pack.
+        index: the index of this process among the `copies` processes of its data-parallel rank.
+        may_share: whether several processes may have the same pack, or parts of one pack (`tokens_per_rank`).
     """
 
     rank: int
@@ -104,7 +106,7 @@ class DataRanks:
 
 
 class TrainerPart:
-    """An object that a trainer holds for a part of its work, and that holds the trainer."""
+    """Base class of the objects that a trainer holds for a part of its work. Each of them holds the trainer."""
 
     def __init__(self, trainer: TrainerView):
         self._trainer = trainer

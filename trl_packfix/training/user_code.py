@@ -49,21 +49,21 @@ class UserCode(TrainerPart):
         super().__init__(trainer)
         self._package_class = package_class
         self._dummy_loss = dummy_loss
-        self._num_filled = 0  # micro-batches of the current step with a trained token
+        self._num_filled = 0  # number of micro-batches of the current step with a trained token
         self._users_step: Callable[..., Tensor] = trainer.training_step
         # Names of the user's methods while `without_dummies` replaces one of them; else None
         self._methods_in_training: list[str] | None = None
 
     @property
     def methods(self) -> list[str]:
-        """Names of the methods of the trainer that replace those of this package, as a message names them."""
+        """Names of the methods in `STEP_METHODS` that the user has replaced, with the name of the trainer's class."""
         if self._methods_in_training is not None:
             return self._methods_in_training
         names = [name for name in STEP_METHODS if self._is_users_method(name)]
         return [f"{type(self._trainer).__name__}.{name}" for name in names]
 
     def _is_users_method(self, name: str) -> bool:
-        """Return whether a method of the trainer is not the one of this package."""
+        """Return whether the user has replaced a method of the trainer, in a subclass or by an assignment."""
         method = getattr(self._trainer, name)
         return getattr(method, "__func__", method) is not getattr(self._package_class, name)
 
@@ -75,7 +75,10 @@ class UserCode(TrainerPart):
 
     @contextmanager
     def without_dummies(self) -> Iterator[None]:
-        """Give the user's `training_step` and `compute_loss` only micro-batches with a trained token."""
+        """Give the user's `training_step` and `compute_loss`, in this context, only micro-batches with a trained token.
+
+        Without packing there are no dummies, and nothing is replaced.
+        """
         if not (self.args.packing and self.methods):
             yield
             return
@@ -103,7 +106,7 @@ class UserCode(TrainerPart):
         """Run the user's step, or this package's step if the micro-batch is a dummy, and return its loss."""
         trainer = self._trainer
         if has_trained_tokens(inputs):
-            # transformers divides a loss that is a mean by the number of micro-batches. Dummies must not count.
+            # transformers divides a loss that is a mean by this number of micro-batches. Dummies must not count.
             trainer.current_gradient_accumulation_steps = self._num_filled
             inputs["use_cache"] = False  # the user may call other models with these inputs
             with self.other_models_checked(inputs):
@@ -148,7 +151,7 @@ class UserCode(TrainerPart):
 
 @contextmanager
 def _attribute_replaced(trainer: TrainerView, name: str, value: object) -> Iterator[None]:
-    """Replace a method of this one trainer by `value` in this context: an attribute goes before methods of a class."""
+    """Set an attribute of a trainer in this context. It hides the method of the class that has the same name."""
     attributes = vars(trainer)
     previous_value = attributes.get(name)
     attributes[name] = value
