@@ -30,7 +30,7 @@ from .config import SFTConfig
 from .conflicts import refuse_conflicts
 from .trainer_view import TrainerView
 
-# TRL's method is bound here, because a script may replace the class in `trl`
+# TRL's method is read when this module is imported, because a script may later replace the class in `trl`
 sampler_of_trl: object = trl.SFTTrainer._get_train_sampler
 
 
@@ -54,7 +54,7 @@ def check_before_loading(settings: RunSettings) -> None:
     """Refuse what cannot work, before the model is loaded and the dataset is tokenised."""
     refuse_conflicts(settings)
     args = settings.args
-    assert isinstance(args, SFTConfig)  # `adopt_args` has made it one
+    assert isinstance(args, SFTConfig)  # the trainer has converted its config with `adopt_args`
     if args.packing:
         _check_lengths(settings, args)
     if settings.is_stream and not settings.columns:
@@ -67,11 +67,11 @@ def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
     config = text_config(settings.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None)
-    # A dynamic rotary embedding stretches its positions over documents that are longer
+    # A dynamic rotary embedding stretches its positions over longer documents. xlnet has no limit, and its config says
+    # -1
     stretches_positions = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"
-    # xlnet has no limit, and says -1
-    is_beyond = args.max_length is not None and positions is not None and 0 < positions < args.max_length
-    if is_beyond and not stretches_positions:
+    has_limit = positions is not None and positions > 0 and not stretches_positions
+    if has_limit and args.max_length is not None and args.max_length > positions:
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
             "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
@@ -80,6 +80,7 @@ def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
     if args.tokens_per_rank is not None:
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
         num_heads = min(head_counts(config), default=None)
+        # Raises ValueError if no number of ranks can hold a document of `max_length`
         possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads=num_heads)
 
 
@@ -106,9 +107,9 @@ def check_weights(args: SFTConfig, train_dataset: object) -> None:
 def check_prepared_sets(
     args: SFTConfig, train_dataset: object, eval_dataset: object, *, vocab_size: int | None
 ) -> None:
-    """Check datasets that are not prepared because of `skip_prepare_dataset`.
+    """Refuse datasets that cannot be trained, if `skip_prepare_dataset` is set.
 
-    All other datasets are checked when TRL prepares them.
+    Without this setting, datasets are checked when TRL prepares them.
     """
     if UNPREPARED.describe(RunSettings(args=args)) is None:
         return
@@ -135,7 +136,12 @@ FIXED_FIELDS_WITH_PACKING = (
 
 
 class ModelInit:
-    """The settings and the model with which a trainer was constructed. `check` refuses others later."""
+    """The settings and the model with which a trainer was constructed.
+
+    Args:
+        args: the settings of the constructor.
+        model: the model that the constructor has prepared.
+    """
 
     def __init__(self, args: SFTConfig, model: nn.Module):
         self._settings = {name: getattr(args, name) for name in FIXED_FIELDS_WITH_PACKING}
@@ -147,8 +153,8 @@ class ModelInit:
         Args:
             args: the settings now.
             model: the model now, without the wrapper of an engine.
-            trains: whether training starts. Evaluation reads settings such as `max_length` anew, so for it they may
-                change.
+            trains: whether training starts. Before an evaluation fewer settings are checked, because evaluation reads
+                settings such as `max_length` anew.
         """
         names = FIXED_FIELDS_WITH_PACKING if trains and self._settings["packing"] else FIXED_FIELDS
         changed = compare_settings(self._settings, {name: getattr(args, name) for name in names})
@@ -167,9 +173,15 @@ class ModelInit:
             )
 
 
-def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_size: int | None) -> None:
-    """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it."""
-    constructed_kind = _describe_kind(before)
+def check_replacement(dataset: object, first_dataset: Dataset | IterableDataset, vocab_size: int | None) -> None:
+    """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it.
+
+    Args:
+        dataset: the new training set.
+        first_dataset: the training set before.
+        vocab_size: the size of the vocabulary of the model, or None.
+    """
+    constructed_kind = _describe_kind(first_dataset)
     new_kind = _describe_kind(dataset)
     if new_kind != constructed_kind:
         raise ValueError(
@@ -225,6 +237,7 @@ def check_quantisation(model: nn.Module, device_type: str) -> None:
 
     dev/upstream.md describes the defect of bitsandbytes.
     """
+    # bitsandbytes sets this attribute on modules that it would convert
     count = sum(bool(getattr(module, "support_avx512bf16_for_cpu", False)) for module in model.modules())
     if count and device_type == "cpu":
         raise ValueError(

@@ -1,10 +1,11 @@
 """Conditions that a run may meet: settings, arguments, kinds of datasets, models and engines.
 
-A `Condition` looks at the `RunSettings` of a run and returns how a message names what the user has chosen, or None if
-the condition is not met. `conflicts.py` combines the conditions of this module: it says which of them exclude each
-other. A condition that looks at one value is made by a helper (`_field_condition`, `_column_condition`,
-`_argument_condition`); one that needs code is a function with the decorator `_condition`, which replaces the function
-by a `Condition`.
+A `Condition` looks at the `RunSettings` of a run. Its `describe` returns how a message names what the user has chosen,
+or None if the condition is not met. `conflicts.py` says which of these conditions exclude each other.
+
+A condition on one value is made by a helper (`_field_condition`, `_column_condition`, `_argument_condition`). Any other
+condition is a function with the decorator `_condition`, which makes a `Condition` of the function. A name such as
+`NO_PACKING` is a condition that is met if packing is off. `USER_` are conditions on methods of the user's subclass.
 """
 
 import os
@@ -29,19 +30,22 @@ MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Everything that conditions look at. Only the config is always known; None stands for what is not known yet."""
+    """Everything that conditions look at: the config, and the arguments of the trainer as far as they are known.
+
+    None stands for an argument that was not given or is not known yet.
+    """
 
     args: trl.SFTConfig
-    model: Any = None
+    model: Any = None  # the model, or its name
     train_dataset: object = None
-    columns: Collection[str] = ()  # of the training set; empty for a stream that does not name its columns
+    columns: Collection[str] = ()  # columns of the training set; () for a stream that does not name its columns
     data_collator: object = None
     compute_loss_func: object = None
     formatting_func: object = None
     processing_class: object = None
     peft_config: Any = None
     accelerator: Accelerator | None = None
-    # Names of methods of the user's subclass that replace methods of this package's trainer
+    # How a message names methods of the user's subclass that replace methods of this package's trainer
     user_sampler: str | None = None
     user_loss: str | None = None
     user_loader: str | None = None
@@ -59,7 +63,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Condition:
-    """A choice of the user's that may exclude other choices.
+    """A condition that a run meets if the user has made a choice.
 
     Attributes:
         name: how docs/combinations.md names the condition.
@@ -96,12 +100,12 @@ def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
 
 
 def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ()) -> Condition:
-    """Return the condition that a field of the config has one of the values `on`.
+    """Return the condition that a field of the config is not `off`, or that it has one of the values `on`.
 
     Args:
         name: the field.
         off: the value that a user sets to undo the choice; None to leave the field unset.
-        on: the values that meet the condition. Without them, every value but `off` meets it.
+        on: the values that meet the condition; () if every value but `off` meets it.
     """
     label = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
@@ -115,7 +119,7 @@ def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ())
 
 
 def _strategy_condition(has_trait: Callable[[StrategyTraits], bool]) -> Condition:
-    """Return the condition that `packing_strategy` is one of those with a trait."""
+    """Return the condition that `packing_strategy` is a strategy for which `has_trait` returns True."""
     names = tuple(name for name, traits in STRATEGIES.items() if has_trait(traits))
     return _field_condition("packing_strategy", "stream", names)
 
@@ -157,7 +161,7 @@ DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
 LAST_TURN = _field_condition("assistant_turns", "all")
 NO_EMPTY_THINKING = _field_condition("train_empty_thinking", True)
-EVERY_TURN = Condition(
+EVERY_TURN = Condition(  # the loss does not depend on assistant turns
     "neither `assistant_only_loss` nor `per_turn`",
     lambda settings: (
         None if ASSISTANT_ONLY.describe(settings) or PER_TURN.describe(settings) else "`assistant_only_loss=False`"
@@ -234,8 +238,8 @@ def _column_condition(names: tuple[str, ...], label: str, undo: str, *, packs: b
     Args:
         names: names of columns.
         label: how docs/combinations.md names the condition.
-        undo: what a user does instead.
-        packs: whether the condition is about runs with packing; else it is about runs without.
+        undo: what a user does so that the condition is not met.
+        packs: whether the condition is about runs with packing; else it is about runs without packing.
     """
 
     def describe(settings: RunSettings) -> str | None:
@@ -361,16 +365,12 @@ def SEVERAL_DEVICES(settings: RunSettings) -> str | None:
 )
 def CONTEXT_PARALLELISM(settings: RunSettings) -> str | None:
     sizes: dict[str, Any] = {}
-    config = (
-        settings.args.parallelism_config if settings.accelerator is None else settings.accelerator.parallelism_config
-    )
-    if (
-        config is None
-        and settings.accelerator is None
-        and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
-    ):
-        # It reads the environment, as the accelerator will. TRL constructs the accelerator, and would refuse these
-        # settings with a message of its own.
+    accelerator = settings.accelerator  # None before TRL has constructed it
+    config = settings.args.parallelism_config if accelerator is None else accelerator.parallelism_config
+    is_in_environment = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+    if config is None and accelerator is None and is_in_environment:
+        # The sizes are read from the environment, as the accelerator will read them. TRL would refuse them with a
+        # message of its own.
         config = ParallelismConfig()
     if config is not None:
         sizes |= {name: getattr(config, name) for name in ("cp_size", "sp_size")}
@@ -402,7 +402,11 @@ def _deepspeed_config(settings: RunSettings) -> dict[str, Any]:
 
 
 def _describe_size_above_one(sizes: dict[str, Any]) -> str | None:
-    """Return the first of these settings, by name, that is a number above 1; None if there is none."""
+    """Return how a message names the first of these settings that is a number above 1; None if there is none.
+
+    Args:
+        sizes: the values of settings, by name.
+    """
     return next((f"`{name}={size}`" for name, size in sizes.items() if isinstance(size, int) and size > 1), None)
 
 

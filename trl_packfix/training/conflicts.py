@@ -1,9 +1,9 @@
 """Which choices of a user cannot be combined, why not, and what to set instead: one record for each choice.
 
 `choices.py` defines the conditions that a run may meet. A `ChoiceConflicts` names one of them, the choice, and the
-conditions that exclude it. `refuse_conflicts` raises an error for the first choice that meets a condition that excludes
-it. It is called when the config is constructed, when the trainer is constructed, when the engine is known, and at the
-first step, each time with more known of the run. docs/combinations.md is written from the same records
+conditions that exclude it. `refuse_conflicts` raises an error if a run has made a choice and meets a condition that
+excludes it. It is called when the config is constructed, when the trainer is constructed, when the engine is known, and
+at the first step; each time more is known of the run. docs/combinations.md is written from the same records
 (`tools/combinations.py`).
 """
 
@@ -84,7 +84,7 @@ class ChoiceConflicts:
     Attributes:
         choice: the condition that a run has made the choice.
         conflicts: the conditions that exclude the choice, and why, as a sentence.
-        remedies: what to set instead, for a condition where it is more than to undo one of the two choices.
+        remedies: what to set instead, by condition, where it is not enough to undo one of the two choices.
         page: the page in docs/ that describes the choice; "" without a page.
     """
 

@@ -1,11 +1,13 @@
 """Measure the memory of the first optimizer steps on a GPU, and say whether gradient checkpointing is needed.
 
-TRL checkpoints by default, which computes the forward of every layer twice. `trl-packfix plan --memory` predicts
-before a run whether it is needed (`data/model_memory.py`). In the run the prediction is compared with what the GPU
-took: what checkpointing saves is predicted, and everything else is measured.
+TRL checkpoints by default, which computes the forward of every layer twice. Before a run, `trl-packfix plan --memory`
+predicts whether this is needed (`data/model_memory.py`). In the run, only the memory that checkpointing saves is
+predicted, and added to the measured memory. If the sum fits on the GPU, a line of the report says that checkpointing is
+not needed.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +24,15 @@ MEASURED_STEPS = 2  # from the second step on, the states of the optimizer are i
 
 
 class MeasuredMemory(NamedTuple):
-    """Bytes of a GPU: the most that tensors took, the most that the allocator held for them, and all that there are."""
+    """The memory of a GPU, in bytes."""
 
-    allocated: int
-    reserved: int
-    total: int
+    allocated: int  # the most that tensors have taken
+    reserved: int  # the most that the allocator of torch has reserved for tensors
+    total: int  # the memory that the GPU has
 
 
 def read_memory(device: torch.device) -> MeasuredMemory | None:
-    """Return the memory that this process has taken of its GPU so far; None on another device."""
+    """Return the most memory that this process has taken of its GPU so far; None if the device is no GPU."""
     if device.type != "cuda":
         return None
     return MeasuredMemory(
@@ -46,7 +48,7 @@ class MeasureMemory(TrainerCallback):
     def __init__(self, trainer: TrainerView, data: TrainingData):
         self._trainer = trainer
         self._data = data
-        self._last_step = 0
+        self._last_step = 0  # the step of the run after which memory is read
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *call: object, **kwargs: object) -> None:
         """Note after which step memory is read."""
@@ -91,15 +93,13 @@ class MeasureMemory(TrainerCallback):
                 sizes = count_model(model.config, method, *adapters[:1])
             except ValueError:  # the forward of the model cannot run on fake tensors
                 return None
-        run = {"tokens": packing.parallel.tokens_per_rank, "gpus": trainer.args.world_size}
-        without, with_checkpointing = (
-            predict_peak(sizes, method, **run, checkpointing=checkpointing).total for checkpointing in (False, True)
-        )
-        return without - with_checkpointing
+        num_tokens = packing.parallel.tokens_per_rank
+        predict = partial(predict_peak, sizes, method, tokens=num_tokens, gpus=trainer.args.world_size)
+        return predict(checkpointing=False).total - predict(checkpointing=True).total
 
 
 def _engine_of(trainer: TrainerView) -> Any:
-    """Return the engine of a run as the prediction names it; None if it is not predicted."""
+    """Return the engine of a run as `TrainingMethod` names it; None if its memory cannot be predicted."""
     kind = trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         stage = trainer.accelerator.deepspeed_plugin.zero_stage

@@ -48,7 +48,7 @@ def status_shown(args: TrainingArguments, text: str) -> Iterator[Callable[[str],
 def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator[None]:
     """Show in this context how many forwards the proof and the search for a repair of a model have run."""
     model = base_model(packed_model.model)
-    with status_shown(args, f"Proving isolation on {type(model).__name__}") as show:
+    with status_shown(args, f"Proving isolation on {type(model).__name__}") as show_status:
         count = 0
 
         def count_forward(*_: object) -> None:
@@ -59,7 +59,7 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
             if packed_model.repaired:
                 action = f"Repairing {', '.join(repair.module for repair in packed_model.repaired)}"
                 usual_count = ""
-            show(f"{action} on {type(model).__name__}: forward {count}{usual_count}")
+            show_status(f"{action} on {type(model).__name__}: forward {count}{usual_count}")
 
         handle = model.register_forward_pre_hook(count_forward)
         try:
