@@ -1,12 +1,12 @@
 """Fused LM heads: log-probability and entropy of each label, without the (T, V) logits of all tokens in memory.
 
-A fused LM head computes the logits of a chunk of labels, takes their numbers, and forgets the logits. From version 1.16
-on TRL has a fused head (`compat.scores_tokens`). For earlier versions, and where TRL's cannot read the head of a model,
-this module has a fused head that returns the same numbers. `objective.py` adds one of the two to the model with
-`score_tokens`, and computes the loss from the numbers (`TokenScores`).
+A fused LM head computes the logits of a chunk of labels, takes log-probability and entropy of each label from them
+(`TokenScores`), and frees the logits. From version 1.16 on TRL has a fused head (`compat.scores_tokens`). This module
+has a fused head that returns the same scores, for earlier versions, and for models whose head TRL's cannot read.
+`objective.py` adds one of the two to the model with `score_tokens`, and computes the loss from the scores.
 
-Between its head and its logits a model may scale, cap or shift the logits. Both fused heads learn of it only from the
-names of config fields. So `check_fused_head` compares their numbers with the model's own logits before training.
+A model may scale, cap or shift its logits after the head. Both fused heads know this only from the names of config
+fields. So `check_fused_head` compares their scores with the model's own logits before training.
 
 Shapes: T tokens, H hidden size, V vocabulary, B rows of a batch.
 """
@@ -36,11 +36,11 @@ from ..isolation.probe import Probe
 from ..isolation.probed_model import CannotRun, model_errors_converted
 
 CHUNK_SIZE = 1024  # labels whose logits are in memory together
-NUM_PROBE_TOKENS = 9  # length of the row on which heads are compared
+NUM_PROBE_TOKENS = 9  # length of the row on which the fused head and the model's own head are compared
 # Config fields with a soft cap of the logits. TRL 1.16 reads only the first.
 CAP_FIELDS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# Heads are compared where logits are at most this large. A cap changes only large logits, and those of an untrained
-# model are small.
+# The two heads are compared on logits up to this size. The logits of an untrained model are small, so they are scaled
+# up, because a cap changes only large logits.
 LARGEST_LOGIT = 200.0
 MASKED_LOGIT = 6e4  # a larger logit belongs to a token that the model never predicts (chameleon: images)
 
@@ -49,7 +49,7 @@ MASKED_LOGIT = 6e4  # a larger logit belongs to a token that the model never pre
 class TokenScores(ModelOutput):
     """The output of a model that is called with `fused_lm_head=True`, as in TRL 1.16.
 
-    The numbers of labels have the shape (B, T - 1); if the model gets `shift_labels`, (B, T).
+    The scores of labels have the shape (B, T - 1); if the model gets `shift_labels`, (B, T).
 
     Attributes:
         loss: the negative log-probability of the trained labels, as a mean or divided by `num_items_in_batch`.
@@ -84,8 +84,8 @@ def add_token_scores(model: PreTrainedModel) -> None:
     """Make `model(..., labels=labels, fused_lm_head=True)` return [`TokenScores`]. Other calls stay as they are.
 
     The `forward` of the model is replaced, as TRL does it, so that an engine wraps the computation of the loss, too. A
-    TRL trainer that is constructed later replaces `forward` once more, by one that ignores `fused_lm_head`. So this
-    function is called again before training; it does nothing if the outermost `forward` is its own.
+    TRL trainer that is constructed later replaces `forward` once more, by a function that ignores `fused_lm_head`. So
+    this function is called again before training. It does nothing if the model has its `forward` already.
     """
     if _has_mark(model.forward, "scores_tokens"):
         return
@@ -141,7 +141,7 @@ def _logit_transforms(text: PretrainedConfig) -> tuple[float, float | None]:
     """Read from a config how the model changes its logits.
 
     Returns:
-        The factor of the logits, and the soft cap of the logits after scaling; None without a cap.
+        The factor of the logits, and the soft cap of the scaled logits or None.
     """
     scaling = getattr(text, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
     if scaling is not None and text.model_type != "hyperclovax":
@@ -166,9 +166,10 @@ def cap_fused_head(model: PreTrainedModel) -> None:
 def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Return whether the fused LM head and the model's own logits give equal log-probabilities; warn if they do not.
 
-    The two are compared on one short row, whose states are scaled by six factors so that logits get large. A difference
-    means that the model trains with other logits than it generates from. Nothing is compared under ZeRO-3, where
-    DeepSpeed would not release the gathered head after a fused forward without gradients.
+    The two are compared on a batch of six equal short rows. The states of each row, before the head, are multiplied by
+    another factor, so that logits get large. A difference means that the model trains with other logits than it
+    generates from. Nothing is compared under ZeRO-3, where DeepSpeed would not release the gathered head after a fused
+    forward without gradients.
 
     Args:
         wrapped: the model as the engine has wrapped it. All ranks must call this function.
@@ -202,7 +203,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
         return True
     finally:
         handle.remove()
-    # Of each row, the largest logit and the largest difference
+    # For each row, the largest logit and the largest difference of a log-probability, (6,)
     is_masked = logits.abs() >= MASKED_LOGIT
     sizes = logits.abs().masked_fill(is_masked, 0).amax((1, 2))
     own_log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -210,9 +211,10 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     rounding = 2 * sizes * max(1e-4, 8 * torch.finfo(dtype).eps)
     differs = ~(gaps <= 1e-5 + rounding)
     differs[1:] &= sizes[1:] <= LARGEST_LOGIT
-    # A mask changes the first row, which is not scaled, only a little, as no token of an untrained model is likely
+    # A mask changes log-probabilities only a little, because an untrained model finds no token likely. So with a mask
+    # the first row, whose states are not scaled, has a finer limit
     differs[0] |= is_masked[0].any() & (gaps[0] > 1e-5)
-    # Without a scaled module the forward did not run the backbone. The probe refuses such a model.
+    # If the hook scaled nothing, the forward did not run the backbone. The proof of isolation refuses such a model.
     if not differs.any() or not scaled_modules:
         return True
     gap = gaps[differs][0].item()
@@ -245,13 +247,13 @@ def _compute_scores(head: Any, states: Tensor, labels: Tensor, scale: float, sof
         bias = None if bias is None else bias.full_tensor()
     labels = labels.to(weight.device)
     mask = labels != IGNORE_INDEX
-    # All positions are computed, and the numbers of untrained ones are masked. To select the trained positions, the
+    # All positions are computed, and the scores of untrained positions are masked. To select the trained positions, the
     # host would have to wait for the device.
     flat_states = states.to(weight.device).flatten(0, 1)
     flat_labels = labels.clamp(min=0).flatten()
     with maybe_gather_lm_head_ctx(weight, bias):
         flat_scores = _ScoredLabels.apply(flat_states, weight, bias, flat_labels, scale, softcap)
-    log_probs, entropy, is_top1 = (numbers.view(mask.shape).masked_fill(~mask, 0) for numbers in flat_scores)
+    log_probs, entropy, is_top1 = (scores.view(mask.shape).masked_fill(~mask, 0) for scores in flat_scores)
     return TokenScores(log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask)
 
 

@@ -1,8 +1,9 @@
 """Proofs on the wrapped model, before training: the feature of packs, and packs that several ranks share.
 
-The callbacks call both proofs after the engine has wrapped the model. `prove_feature` tests that packs with
-the feature of the run give each document the outputs that it has by itself. `prove_degrees` tests, for each
-*degree*, which is the number of ranks that share a pack, that documents in a pack do not influence each other.
+The callbacks call both proofs after the engine has wrapped the model. A *feature* (`feature.py`) is an option of packs,
+such as `share_prefixes`. `prove_feature` tests that packs with the feature of the run give each document the outputs
+that it has by itself. `prove_degrees` tests that documents in a pack do not influence each other if several ranks share
+the pack. The number of these ranks is the *degree*, and each degree is tested.
 """
 
 from collections.abc import Iterable
@@ -38,9 +39,9 @@ def prove_feature(trainer: TrainerView, data: TrainingData, wrapped: nn.Module) 
 
 
 def prove_degrees(trainer: TrainerView, degrees: Iterable[int]) -> list[IsolationReport]:
-    """Make the process groups of all degrees, and prove at each that documents do not influence each other.
+    """Make the process groups of all degrees, and prove at each degree that documents do not influence each other.
 
-    All ranks must call it. A degree of 1 needs neither.
+    All ranks must call it. A degree of 1, a pack on one rank, needs no process group and no second proof.
     """
     shared_degrees = [degree for degree in degrees if degree > 1]
     make_groups(shared_degrees, trainer.args.ddp_timeout_delta)

@@ -13,8 +13,9 @@ everything that the proof depends on:
 - the files of the classes of these modules, and the files beside them, because a version says nothing about a package
   whose code is edited in place.
 
-Two kinds of functions are not part of the hash: one that is replaced while the program runs, and one without a version
-that a class calls from another folder. They still run in the comparison of the first step, which every start makes.
+Two kinds of functions are not part of the hash: functions that are replaced while the program runs, and functions in
+another folder than the class that calls them, in a package without a version. Every start runs them in the comparison
+of the first step (`first_step.py`).
 """
 
 import hashlib
@@ -48,7 +49,8 @@ class RememberedProofs:
 
     Args:
         folder: the folder of the files.
-        settings: settings of the run on which proofs depend and that are not visible on the model.
+        settings: other settings of the run on which proofs depend, such as the engine; with an equal `repr` in every
+            process.
     """
 
     def __init__(self, folder: Path, settings: object):
@@ -66,12 +68,13 @@ class RememberedProofs:
             wrapped: the model as the engine has wrapped it.
             prove: runs the proof.
             model: the model without a wrapper.
-            case: what is proved of the model.
+            case: what is proved of the model, with an equal `repr` in every process.
         """
         key = hashlib.sha256(repr([case, self.settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
         file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
         arrays = read_arrays(file)
-        if all(gather_values(arrays is not None)) and arrays is not None:
+        all_ranks_have_report = all(gather_values(arrays is not None))
+        if all_ranks_have_report and arrays is not None:
             return IsolationReport(**json.loads(arrays["report"].tobytes()))
         report = prove()
         if report.passed:
@@ -88,9 +91,9 @@ def _proof_key_parts(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     yield PREPARATION_SOURCE_HASH, sorted((name, version) for name, version in versions.items() if version is not None)
     # A kernel that is loaded only when it first runs has no version yet, so the names of the folders of all installed
     # packages enter the hash, which contain name and version
-    yield sorted({folder.name for place in sys.path for folder in Path(place).glob("*-info")})
-    # Device, ranks and precision. torch.get_float32_matmul_precision() raises after one of the two precisions was set
-    # by itself, as `tf32=True` does.
+    yield sorted({folder.name for directory in sys.path for folder in Path(directory).glob("*-info")})
+    # Device, ranks and precision. The precisions of CUDA and of the CPU are read separately, because
+    # `torch.get_float32_matmul_precision()` raises an error if they differ, as with `tf32=True`.
     yield device, dist.is_initialized() and dist.get_world_size()
     yield [backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)]
     yield torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
@@ -128,7 +131,7 @@ def _hashes_of_code(classes: set[type[nn.Module]]) -> set[str]:
 
 
 def _package_version(package: str) -> str | None:
-    """Return the version of a package that is loaded; None if it does not say it."""
+    """Return the version of a package that is loaded; None if it has no `__version__`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some packages warn that they will remove `__version__`
         version = getattr(sys.modules.get(package), "__version__", None)
@@ -136,7 +139,7 @@ def _package_version(package: str) -> str | None:
 
 
 def _code_content(function: Any) -> Any:
-    """Return the content of a function or a code object without line numbers; None for any other value."""
+    """Return the content of a function or a code object, without line numbers; None for any other value."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else function
     if not isinstance(code, CodeType):
         return None

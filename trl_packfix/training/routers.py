@@ -22,6 +22,7 @@ from .trainer_view import TrainerView
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
     """Return whether a layer of the model has a router, or the model does not declare the classes of its routers."""
+    # transformers declares in `_can_record_outputs` the classes of modules whose outputs a model can return
     router_classes: list[Any] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -43,8 +44,9 @@ def check_router_loss(trainer: TrainerView) -> None:
     args = trainer.args
     model = base_model(trainer.model)
     text = model.config.get_text_config()
-    # The default is compared, too, because it is a number above 0 in TRL before 1.13
-    is_set = args.router_aux_loss_coef not in (0.0, type(args).__dataclass_fields__["router_aux_loss_coef"].default)
+    # Whether the user has set the coefficient. The default of TRL before 1.13 is a number above 0
+    default = type(args).__dataclass_fields__["router_aux_loss_coef"].default
+    is_set = args.router_aux_loss_coef not in (0.0, default)
     if not gives_router_logits(model):
         if is_set:
             raise ValueError(
@@ -65,7 +67,7 @@ def check_router_loss(trainer: TrainerView) -> None:
         warnings.warn(problem, stacklevel=2)
         _switch_router_loss_off(trainer, text)
         return
-    name_num_experts(text)
+    name_num_experts(text)  # sets `num_experts`, which the statistic reads, in configs with another name for it
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
     if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         source = "was given" if is_set else "is in the config of the model"
