@@ -8,7 +8,7 @@ import trl_packfix
 TRAINING = Path(trl_packfix.__file__).parent / "training"
 # Where the class of a dataset is looked at: the choice of the source; settings that a stream does not have; and the
 # evaluation, where a stream becomes a table
-ASKS = {("loading", "source_class"), ("choices", "is_stream"), ("evaluation", "loader")}
+ASKS = {("loading", "source_class"), ("choices", "is_stream"), ("evaluation", "make_loader")}
 
 
 def places_that_ask(text: str, module: str) -> set[tuple[str, str]]:

@@ -1,9 +1,10 @@
-"""Model FLOPs of training on documents, and the peak of the GPU: MFU in the log is the first over the second.
+"""Count the FLOPs of training on documents, and look up the peak of the GPU, for MFU in the log.
 
-Model FLOPs utilization (MFU, arXiv 2204.02311, appendix B) counts the FLOPs of a forward, and twice as many for a
-backward. It does not count padding, nor what checkpointing computes again. The FLOPs of a document in a pack are those
-of the document by itself. A tool that takes a pack for one sequence would count pairs of tokens of different documents,
-which are never computed. `objective.py` calls these functions for the log.
+Model FLOPs utilization (MFU, arXiv 2204.02311, appendix B) is the FLOPs per second of the model over the peak of the
+GPU. It counts the FLOPs of a forward, and twice as many for a backward. It does not count padding, nor what
+checkpointing computes again. A document in a pack counts as many FLOPs as by itself. A tool that takes a pack for one
+sequence would also count pairs of tokens of different documents, which are never computed. `objective.py` calls these
+functions for the log.
 """
 
 import re
@@ -57,7 +58,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def own_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense TFLOP/s of the GPU of this process; None if the device is no GPU or the dtype has more bits."""
+    """Return the dense TFLOP/s of the GPU of this process; None if it is not known, or the dtype has not 16 bits."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     return peak_tflops(torch.cuda.get_device_name(device))
@@ -77,13 +78,18 @@ def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
 
 
 def trained_share(model: nn.Module, without: nn.Module | None = None) -> float:
-    """Return the share of the weights of a model that are trained; weights of the module `without` do not count."""
+    """Return the share of the weights of a model that are trained.
+
+    Args:
+        model: the model. ZeRO-3 may have divided its weights.
+        without: a module of the model whose weights do not count, or None.
+    """
     skipped = set() if without is None else set(without.parameters())
     num_weights = 0
     num_trained = 0
     for parameter in model.parameters():
         if parameter not in skipped:
-            size = getattr(parameter, "ds_numel", parameter.numel())  # `ds_numel` before ZeRO-3 divided the parameter
+            size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 keeps the size before the division
             num_weights += size
             num_trained += size if parameter.requires_grad else 0
     return num_trained / max(num_weights, 1)

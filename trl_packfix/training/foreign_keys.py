@@ -1,9 +1,9 @@
-"""Hints for settings of other trainers and of earlier versions of TRL: their names here, and their defaults there.
+"""Hints for settings of other trainers and of earlier versions of TRL.
 
 A user who gives a setting of another trainer gets an error, and the sentences of this module tell how to write the
-setting here. `describe_foreign_keys` and `other_defaults` are called by the command line for keys of a config file,
-`with_hints` wraps the constructors of `SFTConfig` and `SFTTrainer` for their arguments. The tables of names and
-defaults are in `foreign_keys.yaml`.
+setting for this package ("here"). The command line calls `describe_foreign_keys` and `other_defaults` for keys of a
+config file. `with_hints` wraps the constructors of `SFTConfig` and `SFTTrainer` for their arguments. The tables of
+names and defaults are in `foreign_keys.yaml`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Set
@@ -16,16 +16,16 @@ import yaml
 
 Arguments = ParamSpec("Arguments")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# By the name of a setting elsewhere: the field here, with its value if one value is meant (`field: value`)
+# By the name of a setting in another trainer: the field here, with its value if one value is meant (`field: value`)
 RENAMED = {name: field for field, names in TABLES["renamed"].items() for name in names}
-# By the name of a setting elsewhere: how its values differ from those of the field
+# By the name of a setting in another trainer: how its values differ from the values of the field
 EXPLAINED = {name: note for note, names in TABLES["explained"].items() for name in names}
-# By the name of a setting elsewhere: why it is not needed here
+# By the name of a setting in another trainer: why it is not needed here
 NOT_NEEDED = TABLES["removed"]
 
 
 def describe_foreign_keys(names: Iterable[str]) -> str:
-    """Return a sentence for each name that is known from elsewhere, with its name here; "" if no name is known.
+    """Return a sentence for each name of another trainer's setting, with its name here; "" if no name is known.
 
     Each sentence begins with a space, to follow another sentence of a message.
 
@@ -53,16 +53,20 @@ def other_defaults(names: Set[str]) -> str:
     """
     for trainer, table in TABLES["trainers"].items():
         if len(names & {*table["known_by"]}) > 1:
+            # The fields that the file sets, under their names here
             set_fields = names | {RENAMED[name].split(":")[0] for name in names & RENAMED.keys()}
-            unset = [(name, value) for name, value in table["defaults"].items() if name not in set_fields]
-            lines = [f"\n  {name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in unset]
+            lines = ""
+            for name, value in table["defaults"].items():
+                if name not in set_fields:
+                    yaml_value = str(value).lower() if isinstance(value, bool) else value
+                    lines += f"\n  {name}: {yaml_value}"
             first_line = f"{trainer} has other defaults. To train what it trained, also set"
-            return first_line + "".join(lines) if lines else ""
+            return first_line + lines if lines else ""
     return ""
 
 
 def with_hints(init: Callable[Arguments, None], fields: Collection[str] = ()) -> Callable[Arguments, None]:
-    """Return a constructor that raises TypeError with a hint if it gets an argument that is known from elsewhere.
+    """Return a constructor that raises TypeError with a hint if it gets an argument of another trainer.
 
     Args:
         init: the constructor.

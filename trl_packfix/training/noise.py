@@ -38,11 +38,11 @@ class DocumentNoise(ModelHooks):
         self.model = model
         self.alpha = alpha
         self.sorts_rows = sorts_rows
-        # For each forward that is running, the innermost last: the lengths of its documents, (N,); the document of each
-        # token, (1, T); and the ranks that share the pack. The entry is None for a forward on a batch without
-        # boundaries of documents.
+        # For each forward that is running, the innermost last: the lengths of its documents, (N,); the index of the
+        # document of each token, (1, T); and the ranks that share the pack. The entry is None for a forward on a batch
+        # without boundaries of documents.
         self._running: list[tuple[Tensor, Tensor, Group] | None] = []
-        self._num_rows = 0  # rows embedded so far in the latest forward
+        self._num_rows = 0  # rows that an unpacked model has embedded so far in the latest forward
 
     def _register(self) -> list[RemovableHandle]:
         return [

@@ -46,18 +46,20 @@ class _UnpreparedModels:
                 self._outermost = module
                 _check_own_weights(module)
             return
+        # A module inside the unprepared model, such as its embedding, which gets the tokens as first argument
         model = self._outermost
         if model is not None and args and self._joins_documents(args[0]) and _is_inside(module, model):
             self._raise_unprepared(model)
 
     def _joins_documents(self, value: object) -> bool:
-        """Return whether a value has the first tokens of the pack as one row, of more than one document."""
+        """Return whether a value is one row with the first tokens of the pack, of more than one document."""
         if not isinstance(value, Tensor) or value.is_floating_point() or value.ndim != 2 or value.shape[0] != 1:
             return False
         num_tokens = value.shape[1]
-        return self._longest < num_tokens <= self._tokens.shape[1] and torch.equal(
-            value.to(self._tokens.device), self._tokens[:, :num_tokens].to(value.dtype)
-        )
+        has_several_documents = num_tokens > self._longest
+        if not has_several_documents or num_tokens > self._tokens.shape[1]:
+            return False
+        return torch.equal(value.to(self._tokens.device), self._tokens[:, :num_tokens].to(value.dtype))
 
     def _raise_unprepared(self, model: PreTrainedModel) -> None:
         """Raise the error that names an unprepared model."""

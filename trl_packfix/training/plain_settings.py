@@ -1,7 +1,7 @@
-"""`PlainSettings`: what planning reads of a run that sets little, without TRL and torch, which take seconds to import.
+"""`PlainSettings`: the settings of planning, for commands that must not import TRL and torch, which takes seconds.
 
-`trl-packfix plan` and `show` read them from their flags if DATA are files of lengths (`cli/plain_run.py`). A run that
-sets anything else is read as an `SFTConfig`, which also checks it.
+`trl-packfix plan` and `show` make `PlainSettings` of their flags if DATA are files of lengths (`cli/plain_run.py`). If
+the user sets any other field, the command makes an `SFTConfig`, which also checks its values.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ def packing_of(config: "SFTConfig | PlainSettings", cost_model: CostModel, world
         world_size: the number of data-parallel ranks.
         settings: fields of `Packing` with other values than the config gives.
     """
-    # First the fields that need more than a look into the config
+    # First the fields whose values are computed from the config
     speeds: Any = config.exchange_speeds
     settings = {
         "overlong": config.effective_overlong,

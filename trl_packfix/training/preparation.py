@@ -72,11 +72,11 @@ def check_data(
         processing_class: the tokenizer or processor of the model.
         args (`SFTConfig`, *optional*): decides the chat template, and which messages are trained.
         formatting_func: the function that makes the text of a row, as in the trainer.
-        name: of the dataset, in messages.
+        name: the name of the dataset in messages.
 
     Returns:
-        A [`DataReport`]. `report.complete` says whether nothing is lost, `print(report)` what is, in how many rows and
-        what to set, and `report.raise_if_lost()` raises a ValueError where training would.
+        A [`DataReport`]. `report.complete` says whether nothing is lost. `print(report)` says what is lost, in how many
+        rows, and what to set. `report.raise_if_lost()` raises a ValueError where training would.
 
     Example:
 
@@ -100,7 +100,7 @@ def check_data(
 def rendering_of(
     processing_class: Any, args: trl.SFTConfig | None, formatting_func: FormattingFunction | None = None
 ) -> Rendering:
-    """Return how a trainer makes texts of rows. The tokenizer or processor that it uses is a copy."""
+    """Return the object that makes texts of rows as a trainer does. It uses a copy of the tokenizer or processor."""
     if args is None:
         return Rendering(processing_class, formatting_func=formatting_func)
     ours = adopt_args(args, "output")
@@ -152,11 +152,11 @@ def _set_up(processing_class: Any, args: SFTConfig) -> None:
     if template_path is not None and Path(template_path).is_file() and template_path.endswith((".jinja", ".j2")):
         processing_class.chat_template = Path(template_path).read_text(encoding="utf-8")
     elif template_path is not None:
-        # The template is that of another tokenizer, and may use tokens that this one does not have
-        source = AutoTokenizer.from_pretrained(template_path)
+        # The template of another tokenizer, which may use tokens that this tokenizer does not have
+        other_tokenizer = AutoTokenizer.from_pretrained(template_path)
         vocabulary = tokenizer.get_vocab()
-        processing_class.chat_template = source.get_chat_template()
-        added_tokens = source.added_tokens_decoder.values()
+        processing_class.chat_template = other_tokenizer.get_chat_template()
+        added_tokens = other_tokenizer.added_tokens_decoder.values()
         tokenizer.add_tokens([token for token in added_tokens if token.content not in vocabulary])
-        tokenizer.eos_token = source.eos_token
+        tokenizer.eos_token = other_tokenizer.eos_token
     tokenizer.pad_token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
