@@ -40,8 +40,9 @@ from .progress import say_deepspeed_communicates
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
 
-ConfigOfTrl = trl.SFTConfig  # TRL's class is bound here, because a script may set `trl.SFTConfig` to this package's
-SPEED_NAMES = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
+# TRL's class is read when this module is imported, because a script may later set `trl.SFTConfig` to `SFTConfig`
+ConfigOfTrl = trl.SFTConfig
+SPEED_NAMES = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")  # `exchange_speeds`
 
 
 # A field in the docstring of `SFTConfig`: its name, and the indented lines of its text
@@ -50,10 +51,11 @@ Config = TypeVar("Config", bound=type)
 
 
 def with_help(config: Config) -> Config:
-    """Make the text of each field in the docstring the help of its flag on the command line.
+    """Make the text of each field in the docstring of a config the help of its flag on the command line.
 
     The texts become metadata of the fields, so this decorator must run before `dataclass` does.
     """
+    # Names of the fields of experimental choices, such as `tokens_per_rank`
     experimental = {condition.name.strip("`").partition("=")[0] for condition in EXPERIMENTAL}
     for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
         label = "Experimental, several GPUs have not run it yet. " if name in experimental else ""
@@ -220,7 +222,7 @@ class SFTConfig(trl.SFTConfig):
 
     @property
     def packs_evaluation(self) -> bool:
-        """Whether evaluation is packed: the value of `eval_packing`, or that of `packing` if it is unset."""
+        """Whether evaluation is packed: the value of `eval_packing` or, if it is unset, of `packing`."""
         return self.packing if self.eval_packing is None else self.eval_packing
 
     @property
@@ -234,14 +236,14 @@ SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assig
 
 
 def _literal_values(hint: object) -> tuple[str | None, ...]:
-    """Return the values that a type hint allows if it is a `Literal`, or a union of one with None; else ()."""
+    """Return the values that a type hint allows if it is a `Literal`, or a `Literal` or None; else ()."""
     literals = [member for member in (hint, *get_args(hint)) if get_origin(member) is Literal]
     values = tuple(value for literal in literals for value in get_args(literal))
     is_union = hint not in literals
     return (None, *values) if values and is_union else values
 
 
-# Allowed values of each field of this class and of two of TRL's; empty if the field takes any value of its type
+# The allowed values of each field of this class and of two fields of TRL; () if a field takes any value of its type
 CHOICES: dict[str, Collection[str | None]] = {
     name: _literal_values(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
 }
@@ -304,18 +306,23 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
 
 
 @contextmanager
-def settings_hidden_from_trl(args: SFTConfig, **shown: object) -> Iterator[None]:
-    """Give `args` the values `shown` in this context, in which TRL is called and would act on the true values."""
-    hidden = {name: getattr(args, name) for name in shown}
-    vars(args).update(shown)
+def settings_hidden_from_trl(args: SFTConfig, **values_for_trl: object) -> Iterator[None]:
+    """Give settings other values in this context, in which TRL is called and must not act on the true values.
+
+    Args:
+        args: the config, which has its true values again after the context.
+        values_for_trl: the values that TRL reads, by the names of the fields.
+    """
+    true_values = {name: getattr(args, name) for name in values_for_trl}
+    vars(args).update(values_for_trl)
     try:
         yield
     finally:
-        vars(args).update(hidden)
+        vars(args).update(true_values)
 
 
 def with_settings(args: SFTConfig, **settings: object) -> SFTConfig:
-    """Return a copy of `args` with the values `settings`; ValueError if they contradict each other."""
+    """Return a copy of `args` with the values `settings`. Raise ValueError if the settings contradict each other."""
     args = copy.copy(args)
     vars(args).update(settings)
     check_config(args)
