@@ -262,12 +262,12 @@ class Evaluation(TrainerPart):
         return self._data.make_loader(document_dataset, sampler, collate)
 
     def run(
-        self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
+        self, run_loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
     ) -> EvalLoopOutput:
         """Run TRL's evaluation loop, and replace its loss and metrics by the loss and metrics of the whole set.
 
         Args:
-            loop: runs TRL's loop over `dataloader`, which calls `predict` for each batch.
+            run_loop: runs TRL's loop over `dataloader`, which calls `predict` for each batch.
             dataloader: the loader, from this package or from TRL.
             loss_only: whether only the loss is needed, and no predictions.
             prefix: the prefix of the metrics, such as "eval".
@@ -300,7 +300,7 @@ class Evaluation(TrainerPart):
         with self._packs_accepted() if has_packs else nullcontext():
             if isinstance(sampler, PackedBatchSampler) and self.args.packing:
                 prove_degrees(self._trainer, sampler.planner.packing.degrees)
-            output = loop()
+            output = run_loop()
 
         # Third, replace the metrics of the loop
         metrics = self._totals.metrics(self._trainer.accelerator, self._data.ranks.copies)

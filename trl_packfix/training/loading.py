@@ -120,7 +120,8 @@ class TrainingData(TrainerPart):
         """Read the training set, and prepare the model for packs."""
         trainer = self._trainer
         args = self.args
-        # First, what engine and ranks decide
+        # First, check the engine and find the place of this rank. Under tensor parallelism the sizes of adapters are
+        # corrected, and threads that exchange data must have ended when this process ends
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
         declare_whole_sizes(trainer.model)
@@ -128,19 +129,19 @@ class TrainingData(TrainerPart):
             wait_for_threads_at_exit()
         self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
-        # Second, the collators
+        # Second, make the collators
         self.padded_collator = trainer.data_collator
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
-            trainer.padding_free = True  # the constructor has hidden from TRL that batches have no padding
+            trainer.padding_free = True  # the constructor of the trainer has hidden this from TRL's constructor
             if self.packs_images:
                 self.images = ImageData(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
             self._text_collator = collate.rows
 
-        # Third, the training set and the packed model. TRL does not prepare datasets with images, so `make_samples` has
-        # not proved that their texts are in the tokens
+        # Third, read the training set and make the packed model. TRL does not call `_prepare_dataset` for datasets with
+        # images, so it is proved here that their texts are in the tokens
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
             check_texts_with_images(dataset, name, per_turn=args.per_turn)
@@ -193,7 +194,7 @@ class TrainingData(TrainerPart):
         return self.trained_summary.line(counts.trained_tokens, counts.tokens)
 
     def refresh(self) -> None:
-        """Refuse settings that were changed since construction, and read a training set that was replaced."""
+        """Refuse settings that were changed since construction, and read the training set if the user replaced it."""
         trainer = self._trainer
         args = self.args
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

@@ -216,16 +216,16 @@ class SFTTrainer(trl.SFTTrainer):
         with settings_hidden_from_trl(args, **values_for_trl), saves_varlen_attention:
             super().__init__(**arguments)
 
-        # 4. What needs the loaded model and the prepared datasets. Some models name layers for FSDP that they do not
-        # have; `name_wrapped_layers` leaves these out.
+        # 4. The model is loaded and the datasets are tokenised. The parts prepare both for this run. Some models name
+        # layers for FSDP that they do not have; `name_wrapped_layers` leaves these out.
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only_loss and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             # Rows with images are tokenised by the collator, so the collator masks what is not trained.
             rule = TurnRule.from_args(args)
             self.data_collator = masking_collator(self.data_collator, rule)
             data.trained_summary = replace(data.trained_summary, counts=count_turns_of_images(train_dataset, rule))
-        data.prepare_run()
-        self.training_objective.prepare_model()
+        data.prepare_run()  # reads the training set, and makes the collators and the packed model
+        self.training_objective.prepare_model()  # adds the fused LM head, and makes the totals for the log
 
         # 5. Callbacks run the proofs before training and before the first optimizer step.
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
@@ -257,8 +257,8 @@ class SFTTrainer(trl.SFTTrainer):
         Rows are cut into documents later (`data/documents.py`), so that what is cut can be counted.
 
         Returns:
-            The rows with `input_ids` and `labels`. A table that is tokenised already and has no labels is returned
-            without them, shuffled if `shuffle_dataset` is set. The reader of the table makes its labels.
+            The rows with `input_ids` and `labels`. With packing, a table that is tokenised already and has no labels is
+            returned without labels, shuffled if `shuffle_dataset` is set. The reader of the table makes them.
 
         Raises:
             ValueError: a row or a column cannot be trained; the message names the first rows.
@@ -272,7 +272,8 @@ class SFTTrainer(trl.SFTTrainer):
         is_tokenised = "input_ids" in get_dataset_column_names(dataset)
 
         # A tokenised table is checked. TRL would write its tokens a second time as labels, row by row. Without labels
-        # and with at most one mask, the reader makes the same labels from the tokens. Two masks TRL must combine.
+        # and with at most one mask, the reader makes the same labels from the tokens. If there are two masks, TRL
+        # combines them.
         if is_tokenised and isinstance(dataset, Dataset):
             check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
             if packing and formatting_func is None and "labels" not in dataset.column_names:
@@ -307,10 +308,11 @@ class SFTTrainer(trl.SFTTrainer):
                 self.data.turn_counts = prepared.turns
                 self.data.trained_summary = replace(self.data.trained_summary, counts=prepared.masked)
 
-        # TRL does the rest: shuffling, and truncation where this package does not cut rows into documents later.
-        reads_evaluation_set = not is_training_set and not self._has_user_collator
-        if packing or reads_evaluation_set:
-            # With a `max_length` TRL would truncate, and drop rows without a trained token.
+        # TRL shuffles the rows. With a `max_length` it would also truncate them, and drop rows without a trained token.
+        # This package does so later, when it cuts rows into documents: with packing, and in evaluation with its own
+        # collator.
+        is_evaluated_as_documents = not is_training_set and not self._has_user_collator
+        if packing or is_evaluated_as_documents:
             args.max_length = None
         prepared_by_trl = super()._prepare_dataset(
             dataset, processing_class, args, False, formatting_func, dataset_name
@@ -407,7 +409,7 @@ class SFTTrainer(trl.SFTTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch with the number of optimizer steps that its plan has."""
         num_steps = self.data.source.num_steps_of_epoch(kwargs["epoch"])
-        if num_steps is not None:
+        if num_steps is not None:  # the epoch has another number of steps than transformers assumes
             micro_batches = num_steps * self.args.gradient_accumulation_steps
             kwargs |= {"num_update_steps_per_epoch": num_steps, "steps_in_epoch": micro_batches}
         super()._run_epoch(*args, **kwargs)
@@ -430,8 +432,9 @@ class SFTTrainer(trl.SFTTrainer):
             return [], None
         self.training_objective.totals.start_fetch()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        # First, ranks that share a pack check that they have read the same pack. Then the batches of the user's code
-        # are counted. At last, a document twice as long as all before is computed packed and unpacked, and compared.
+        # First, ranks that share a pack check that they have read the same pack. Then the batches on which the user's
+        # code will run are counted. At last, a document that is twice as long as all that were compared before is
+        # computed packed and unpacked, and compared.
         self.training_objective.same_pack_check.check(batches)
         self.user_code.begin_step(batches)
         if self.args.packing:
@@ -545,8 +548,8 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> EvalLoopOutput:
         """Run transformers' loop, and replace its loss and metrics by those of the whole set (`evaluation.py`)."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        loop = partial(super().evaluation_loop, dataloader, description, loss_only, ignore_keys, metric_key_prefix)
-        return self.evaluation.run(loop, dataloader, loss_only, metric_key_prefix)
+        run_loop = partial(super().evaluation_loop, dataloader, description, loss_only, ignore_keys, metric_key_prefix)
+        return self.evaluation.run(run_loop, dataloader, loss_only, metric_key_prefix)
 
     def prediction_step(
         self,
@@ -569,9 +572,9 @@ class SFTTrainer(trl.SFTTrainer):
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as [`~transformers.Trainer.save_model`] does; under FSDP, too, it is saved as a whole.
+        """Save the model as [`~transformers.Trainer.save_model`] does. All ranks must call it.
 
-        All ranks must call it.
+        The whole model is saved, also if FSDP saves sharded checkpoints.
         """
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         with nullcontext() if _internal_call else whole_model_saved(plugin):
