@@ -65,12 +65,11 @@ def check_before_loading(settings: RunSettings) -> None:
 def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
     """Refuse a `max_length` beyond the positions of the model, or that the ranks cannot hold together."""
     config = text_config(settings.model, args)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None) or 0  # xlnet has no limit, and its config says -1
     rope = getattr(config, "rope_parameters", None)
-    # A dynamic rotary embedding stretches its positions over longer documents. xlnet has no limit, and its config says
-    # -1
+    # A dynamic rotary embedding stretches its positions over longer documents
     stretches_positions = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"
-    has_limit = positions is not None and positions > 0 and not stretches_positions
+    has_limit = positions > 0 and not stretches_positions
     if has_limit and args.max_length is not None and args.max_length > positions:
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
