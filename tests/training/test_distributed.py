@@ -24,7 +24,7 @@ from support.launch import Launch
 from support.rounding import tolerance, weight_difference
 from transformers import AutoModelForCausalLM
 
-from trl_packfix.training.checkpoints import STATE_FILE, damage
+from trl_packfix.training.checkpoints import STATE_FILE, find_damage
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
@@ -309,7 +309,7 @@ def test_every_file_of_every_rank_is_vouched_for(result, engine, tmp_path):
     """A shard that is missing or cut is reported and not loaded, whichever rank wrote it."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(result(f"restart_{engine}")["checkpoint"], checkpoint)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
     files = [file for file in checkpoint.rglob("*") if file.is_file() and file.name != STATE_FILE]
     names = {str(file.relative_to(checkpoint)) for file in files}
     assert {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"} <= names
@@ -318,8 +318,8 @@ def test_every_file_of_every_rank_is_vouched_for(result, engine, tmp_path):
     for file in files:
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
-        assert file.name in damage(checkpoint)
+        assert file.name in find_damage(checkpoint)
         file.unlink()
-        assert file.name in damage(checkpoint)
+        assert file.name in find_damage(checkpoint)
         file.write_bytes(content)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None

@@ -12,7 +12,7 @@ import torch
 from support.runs import texts, trainer, weights
 
 from trl_packfix.training import checkpoints, restart
-from trl_packfix.training.checkpoints import STATE_FILE, TRAINED_FILE, choose_checkpoint, damage, note_times
+from trl_packfix.training.checkpoints import STATE_FILE, TRAINED_FILE, choose_checkpoint, find_damage, note_times
 from trl_packfix.training.table_source import SAMPLE_LABEL, continue_planner
 
 pytestmark = pytest.mark.slow
@@ -284,9 +284,9 @@ def test_blocks_of_a_large_file_are_compared(folder, monkeypatch):
     (folder / "large" / "trainer_state.json").write_text("{}")
     (folder / "large" / "model").write_bytes(bytes([1]) * 10_000)
     checkpoints.save_state(folder / "large", {}, {})
-    assert damage(folder / "large") is None
+    assert find_damage(folder / "large") is None
     flipped(folder / "large" / "model", -1)
-    assert damage(folder / "large") == "its file `model` is not as it was written"
+    assert find_damage(folder / "large") == "its file `model` is not as it was written"
 
 
 def test_no_whole_checkpoint(folder):
@@ -336,7 +336,7 @@ def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder,
         note_times(folder / "checkpoint-15")
     monkeypatch.undo()
     assert removed
-    assert damage(folder / "checkpoint-15") is not None
+    assert find_damage(folder / "checkpoint-15") is not None
     assert choose_checkpoint(True, str(folder))[0] == str(folder / "checkpoint-10")
 
 
@@ -346,7 +346,7 @@ def test_a_checkpoint_that_is_written_again_is_whole(folder):
         (checkpoint / "packing_report.json").write_text("of another length")
     again = resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5, packing_report=True)
     for checkpoint in (folder / "checkpoint-10", folder / "checkpoint-15"):
-        assert damage(checkpoint) is None
+        assert find_damage(checkpoint) is None
         assert json.loads((checkpoint / "packing_report.json").read_text())["strategy"] == "stream"
         files = set(json.loads((checkpoint / STATE_FILE).read_text())["files"])
         assert {"model.safetensors", "optimizer.pt", "rng_state.pth"} < files - {"packing_report.json"} == files

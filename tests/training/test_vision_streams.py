@@ -218,7 +218,7 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     assert loader.in_order
     run.data.ranks = DataRanks.from_args(SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1)
     check = SamePackCheck(run.data)
-    check.start()
+    check.start_training()
     assert check.num_remaining_steps == 9
 
 

@@ -117,7 +117,7 @@ def _list_files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
 # Reading a checkpoint
 
 
-def damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """Return the reason why a checkpoint is not whole, as a part of a sentence; None if no damage is found.
 
     In a checkpoint without `packing_state.json`, from a run that was not packed, only `trainer_state.json` is checked.
@@ -205,7 +205,7 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest whole checkpoint in a folder, or None, and for each newer checkpoint why it is skipped."""
     skipped: list[str] = []
     for path in reversed(sort_checkpoints(str(folder))):
-        problem = damage(Path(path))
+        problem = find_damage(Path(path))
         if problem is None:
             return Path(path), skipped
         skipped.append(f"{Path(path).name} is skipped, because {problem}")
@@ -237,7 +237,7 @@ def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | Non
             f"{reasons and f' ({reasons})'}. {consequence} Leave `resume_from_checkpoint` unset to start anew, or name "
             "a checkpoint elsewhere."
         )
-    problem = damage(Path(str(requested)))
+    problem = find_damage(Path(str(requested)))
     if problem is None:
         return str(requested), None
     newest, _ = newest_whole(Path(str(requested)).parent)

@@ -2,8 +2,8 @@
 
 The checks here look at one thing at a time; `conflicts.py` refuses pairs of settings that cannot be combined. The
 constructor of `SFTTrainer` calls them before the model is loaded (`check_before_loading`, `check_datasets`) and after
-TRL has constructed itself (`check_prepared_sets`). Each start of training or evaluation calls `ModelInit.check`, and a
-dataset that the user sets later passes `check_replacement`.
+TRL has constructed itself (`check_prepared_sets`). Each start of training or evaluation calls
+`ModelInit.refuse_changes`, and a dataset that the user sets later passes `check_replacement`.
 """
 
 from dataclasses import fields, replace
@@ -146,7 +146,7 @@ class ModelInit:
         self._settings = {name: getattr(args, name) for name in FIXED_FIELDS_WITH_PACKING}
         self._model = base_model(model)
 
-    def check(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
+    def refuse_changes(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
         """Refuse another model, and changes of settings that the trainer reads only when it is constructed.
 
         Args:

@@ -1,8 +1,9 @@
 """Evaluate a model so that the loss does not depend on packing: total loss over total trained tokens of the whole set.
 
 A mean of batch means, as TRL logs it, changes with the batch size, with packing and with the number of ranks. The
-trainer (`trainer.py`) calls `Evaluation.make_loader` for the loader of an evaluation set, `Evaluation.run` to run TRL's
-loop over the batches, and `Evaluation.predict` for each batch. `EvaluationTotals` (`totals.py`) adds up the batches.
+trainer (`trainer.py`) calls three methods of `Evaluation`: `make_loader` for the loader of an evaluation set,
+`evaluate_set` to run TRL's loop over the batches, and `evaluate_batch` for each batch. `EvaluationTotals` (`totals.py`)
+adds up the batches.
 
 The loss is the negative log-likelihood, whatever the training loss is. If the user defines the loss, with
 `compute_loss_func` or with a subclass that has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a
@@ -261,13 +262,13 @@ class Evaluation(TrainerPart):
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
         return self._data.make_loader(document_dataset, sampler, collate)
 
-    def run(
+    def evaluate_set(
         self, run_loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
     ) -> EvalLoopOutput:
         """Run TRL's evaluation loop, and replace its loss and metrics by the loss and metrics of the whole set.
 
         Args:
-            run_loop: runs TRL's loop over `dataloader`, which calls `predict` for each batch.
+            run_loop: runs TRL's loop over `dataloader`, which calls `evaluate_batch` for each batch.
             dataloader: the loader, from this package or from TRL.
             loss_only: whether only the loss is needed, and no predictions.
             prefix: the prefix of the metrics, such as "eval".
@@ -342,7 +343,7 @@ class Evaluation(TrainerPart):
         methods = self._user_methods("compute_loss", "prediction_step")
         return f"`{type(self._trainer).__name__}.{methods[0]}`" if methods else None
 
-    def predict(
+    def evaluate_batch(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_only: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Compute a batch, and add it to the totals.

@@ -2,7 +2,7 @@
 
 Model FLOPs utilization (MFU, arXiv 2204.02311, appendix B) is the FLOPs per second of the model over the peak of the
 GPU. It counts the FLOPs of a forward, and twice as many for a backward. It does not count padding, nor what
-checkpointing computes again. A document in a pack counts as many FLOPs as by itself. A tool that takes a pack for one
+checkpointing computes again. The FLOPs of a document do not depend on its pack. A tool that takes a pack for one
 sequence would also count pairs of tokens of different documents, which are never computed. `objective.py` calls these
 functions for the log.
 """

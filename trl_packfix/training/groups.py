@@ -2,7 +2,7 @@
 
 Ranks read the same packs in two cases: with sequence parallelism the ranks of a *group* hold parts of one pack (the
 number of ranks is the *degree*), and with tensor parallelism neighbouring ranks divide the layers of the model.
-`objective.py` calls `SamePackCheck.check` with the micro-batches of each optimizer step.
+`objective.py` calls `SamePackCheck.compare_packs` with the micro-batches of each optimizer step.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class SamePackCheck:
         if self._data.ranks.may_share:
             self.num_remaining_steps = self._data.source.num_compared_steps
 
-    def check(self, batches: list[dict[str, Any]]) -> None:
+    def compare_packs(self, batches: list[dict[str, Any]]) -> None:
         """Raise ValueError if ranks have read different packs as micro-batches of an optimizer step."""
         if not self.num_remaining_steps or not batches:
             return

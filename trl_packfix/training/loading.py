@@ -5,8 +5,8 @@ The trainer (`trainer.py`) constructs one `TrainingData`, which takes these step
     1. When it is constructed, before the model is loaded, it notes whether the training set is a table or a stream.
     2. `prepare_run`, once TRL has tokenised them and loaded the model, reads the training set, and makes the collator
        and the packed model (`isolation/packed_model.py`).
-    3. When training starts, `refresh` reads the training set again if the user has replaced it, and `packed_loader`
-       returns the loader and sets the packing report.
+    3. When training starts, `refresh_training_set` reads the training set again if the user has replaced it.
+       `packed_loader` returns the loader and sets the packing report.
 
 The training set is a `Source` (`source.py`): a table (`table_source.py`) or a stream (`stream_source.py`).
 
@@ -193,12 +193,12 @@ class TrainingData(TrainerPart):
         counts = make_documents(TokenReader(dataset), max_length=None).ledger.given  # counts of all documents
         return self.trained_summary.line(counts.trained_tokens, counts.tokens)
 
-    def refresh(self) -> None:
+    def refresh_training_set(self) -> None:
         """Refuse settings that were changed since construction, and read the training set if the user replaced it."""
         trainer = self._trainer
         args = self.args
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        self.constructed_with.check(args, model, trains=True)
+        self.constructed_with.refuse_changes(args, model, trains=True)
         dataset = trainer.train_dataset
         if dataset is self._dataset_read:
             return

@@ -456,8 +456,8 @@ class Objective(TrainerPart):
 def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return two losses at each position, (B, T - 1), for label smoothing; 0 where no token is trained.
 
-    The first is the loss of the label, and the second the sum of the losses of all tokens of the vocabulary. The order
-    of operations is that of transformers' `LabelSmoother`, so that losses are equal to the bit.
+    The first is the loss of the label, and the second the sum of the losses of all tokens of the vocabulary. The
+    operations have the same order as in transformers' `LabelSmoother`, so that losses are equal to the bit.
     """
     labels = inputs.get("shift_labels")
     if labels is None:

@@ -4,7 +4,7 @@ A resumed run trains every document of its epoch once, also those that were trai
 (`trainer.py`) constructs one `Restart`, which acts at three times:
 
     1. `begin_checkpoint` and `end_checkpoint` write the state into a checkpoint (`checkpoints.py` has its files).
-    2. `choose` chooses the checkpoint from which a run resumes, and reads its state.
+    2. `choose_checkpoint` chooses the checkpoint from which a run resumes, and reads its state.
     3. `check_training_set` and `resume_loader` compare the state with this run before its first step, and let the
        training set continue from the position of the checkpoint.
 
@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list
 from ..planning.packing import compare_settings, describe_changes
 from ..version import __version__
 from . import checkpoints
-from .checkpoints import STATE_FILE, STATE_VERSION, choose_checkpoint, read_state
+from .checkpoints import STATE_FILE, STATE_VERSION, read_state
 from .loading import TrainingData, source_class
 from .trainer_view import TrainerPart, TrainerView
 
@@ -52,11 +52,11 @@ class Restart(TrainerPart):
         # Files that an earlier run wrote in the folder of the unfinished checkpoint; the result of `note_times`
         self._earlier_files: dict[str, int] = {}
 
-    def choose(self, requested: str | bool | None) -> str | bool | None:
+    def choose_checkpoint(self, requested: str | bool | None) -> str | bool | None:
         """Return the checkpoint to resume from, and set `resumed` to its folder and state.
 
         Args:
-            requested: `resume_from_checkpoint` of the user, see `choose_checkpoint`.
+            requested: `resume_from_checkpoint` of the user, see `checkpoints.choose_checkpoint`.
 
         Returns:
             The folder of the checkpoint. For a new run None, or the value that the user gave to ask for one.
@@ -68,7 +68,7 @@ class Restart(TrainerPart):
         outcome: list[Any] = [None, None, None, None]
         if self._trainer.is_world_process_zero():
             try:
-                checkpoint, warning = choose_checkpoint(requested, str(self.args.output_dir))
+                checkpoint, warning = checkpoints.choose_checkpoint(requested, str(self.args.output_dir))
                 outcome = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
             except (ValueError, OSError) as error:
                 outcome[3] = str(error)

@@ -181,7 +181,7 @@ class Source(ABC):
         """Return the callbacks that the training set needs."""
         return []
 
-    # Steps and restarts. The defaults are those of a run whose epochs have equally many steps.
+    # Steps and restarts. The methods here are right for a run whose epochs have equally many steps.
 
     @abstractmethod
     def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:

@@ -33,7 +33,7 @@ NUM_HALF_TOKENS = 16  # a shortened text has so many tokens of its beginning, an
 # A document is preferred if it has at most so many tokens. A document with images is not shortened, so it may have more
 MOST_TOKENS = 512
 
-# Keys of a batch without images: the keys that the collator makes, and those of row values
+# Keys of a batch without images: the keys that the collator makes, and the keys of row values
 TEXT_BATCH_KEYS = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}
 
 Document = dict[str, Any]

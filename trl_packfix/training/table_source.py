@@ -136,7 +136,7 @@ class TableSource(Source):
         # The sampler yields the packs of this rank: lists of indices of documents, with the group that shares the pack
         sampler = PackedBatchSampler(self.planner, self._data.ranks.rank)
         packs = list(islice(sampler, self.args.gradient_accumulation_steps))
-        # Groups of one step may have different sizes. The documents are those of the packs that the largest group has
+        # Groups of one step may have different sizes. The documents are taken from the packs of the largest group
         group = max((pack.group for pack in packs), key=attrgetter("size"))
         packs_of_group = [pack for pack in packs if pack.group == group]
         # `NO_DOCUMENTS` stands in an empty pack in place of an index

@@ -346,7 +346,7 @@ class SFTTrainer(trl.SFTTrainer):
         Raises:
             ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
         """
-        checkpoint = self.restart.choose(resume_from_checkpoint)
+        checkpoint = self.restart.choose_checkpoint(resume_from_checkpoint)
         say_deepspeed_offloads(self.accelerator)
         try:
             # A loss or step of the user must not get dummies, which are batches without a trained token.
@@ -373,7 +373,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of packs, or TRL's loader without packing. Plans the packs of the first epoch."""
-        self.data.refresh()  # the user may have replaced the dataset since the constructor
+        self.data.refresh_training_set()
         loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
         self.restart.check_training_set()  # a checkpoint must have the same documents, of which it continues the plan
         return loader
@@ -435,8 +435,8 @@ class SFTTrainer(trl.SFTTrainer):
         # First, ranks that share a pack check that they have read the same pack. Then the batches on which the user's
         # code will run are counted. At last, a document that is twice as long as all that were compared before is
         # computed packed and unpacked, and compared.
-        self.training_objective.same_pack_check.check(batches)
-        self.user_code.begin_step(batches)
+        self.training_objective.same_pack_check.compare_packs(batches)
+        self.user_code.count_filled_batches(batches)
         if self.args.packing:
             self.first_step.compare_longer(batches)
         return batches, num_items
@@ -525,7 +525,7 @@ class SFTTrainer(trl.SFTTrainer):
             eval_dataset: a dataset, the name of one of the evaluation sets, or None for the set of the constructor.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self.data.constructed_with.check(self.args, model)  # refuses another model and changed settings
+        self.data.constructed_with.refuse_changes(self.args, model)
         evaluation_sets: Any = self.eval_dataset  # a dataset, or several by name
         dataset = evaluation_sets if eval_dataset is None else eval_dataset
         dataset = evaluation_sets[dataset] if isinstance(dataset, str) else dataset
@@ -549,7 +549,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Run transformers' loop, and replace its loss and metrics by those of the whole set (`evaluation.py`)."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         run_loop = partial(super().evaluation_loop, dataloader, description, loss_only, ignore_keys, metric_key_prefix)
-        return self.evaluation.run(run_loop, dataloader, loss_only, metric_key_prefix)
+        return self.evaluation.evaluate_set(run_loop, dataloader, loss_only, metric_key_prefix)
 
     def prediction_step(
         self,
@@ -560,7 +560,7 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return loss, logits and labels of a batch; logits and labels are None with `prediction_loss_only`."""
         if self.evaluation.is_exact:
-            return self.evaluation.predict(model, inputs, prediction_loss_only)
+            return self.evaluation.evaluate_batch(model, inputs, prediction_loss_only)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # Checkpoints. transformers calls these methods in this order; the best checkpoint is loaded after training.
