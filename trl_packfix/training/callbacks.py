@@ -78,6 +78,7 @@ class BeforeTraining(TrainerCallback):
         self._evaluation = evaluation
 
     def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
+        """Check the fused LM head and the evaluation sets, and print which tokens are trained."""
         trainer = self._trainer
         args = self._trainer.args
         if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
@@ -104,6 +105,7 @@ class BeforeTraining(TrainerCallback):
             logger.warning(warning)
 
     def on_pre_optimizer_step(self, *arguments: object, **kwargs: object) -> None:
+        """Refuse a subclass with a `compute_loss` that does not call the method of this package."""
         # `compute_loss` of this package sets `is_scored` in each step. If it did not run, a subclass has replaced it
         if not self._objective.totals.is_scored:
             refuse_conflicts(
@@ -161,6 +163,7 @@ class BeforeFirstStep(TrainerCallback):
         return [id(module) for module in walk_modules(base_model(self._trainer.model))]
 
     def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
+        """Prove and compare, show and log the report, and refuse a model with which packs cannot be trained."""
         trainer = self._trainer
         args = self._trainer.args
         packed_model = self._trainer.packed_model
@@ -259,6 +262,7 @@ class BeforeFirstStep(TrainerCallback):
             trainer.state.save_to_json(str(Path(str(trainer.args.output_dir)) / STATE_FILE))
 
     def on_save(self, *arguments: object, **kwargs: object) -> None:
+        """Save the report in each checkpoint, too."""
         trainer = self._trainer
         report = self._trainer.packing_report
         if trainer.args.packing_report and trainer.is_world_process_zero():
@@ -284,6 +288,7 @@ class CheckAdapterGradients(TrainerCallback):
         self._handles: list[RemovableHandle] = []
 
     def on_step_begin(self, *arguments: object, **kwargs: Any) -> None:
+        """Add hooks, before the first step, that note which adapters and modules around them run."""
         if self._adapters is not None:
             return
         modules = dict(kwargs["model"].named_modules())
@@ -294,6 +299,7 @@ class CheckAdapterGradients(TrainerCallback):
             self._handles.append(modules[name].register_forward_hook(note_run))
 
     def on_pre_optimizer_step(self, args: Any, *arguments: object, **kwargs: object) -> None:
+        """Remove the hooks, and raise ValueError if adapters that should have a gradient have none."""
         for handle in self._handles:
             handle.remove()
         adapters = self._adapters or {}

@@ -30,10 +30,12 @@ class LoraInputs(ModelHooks):
         self._layers = [module for module in model.modules() if type(module) is Linear and not module.lora_variant]
 
     def _register(self) -> list[RemovableHandle]:
+        """Replace the method of peft that casts inputs. No hook is registered."""
         set_lora_cast(self._layers, _cast_input)
         return []
 
     def remove(self) -> None:
+        """Give the layers the method of peft back."""
         set_lora_cast(self._layers, None)
 
 

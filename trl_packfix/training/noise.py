@@ -45,6 +45,7 @@ class DocumentNoise(ModelHooks):
         self._num_rows = 0  # rows that an unpacked model has embedded so far in the latest forward
 
     def _register(self) -> list[RemovableHandle]:
+        """Register the hooks on the model and on its embeddings, and return their handles."""
         return [
             self.model.register_forward_pre_hook(self._push_documents, with_kwargs=True),
             # With `always_call`, the documents of a forward that raises are removed, too

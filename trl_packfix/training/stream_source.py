@@ -63,21 +63,27 @@ class StreamSource(Source):
         self.stream: PackedStream | None = None
 
     def read(self, dataset: IterableDataset) -> None:
+        """Prepare to number the sources. The rows are read, and checked, while the model trains."""
         self.numbered_sources = None if self.args.source_column is None else StreamSources()
-        self.row_values = RowValues()  # a stream is read, and checked, later
+        self.row_values = RowValues()
 
     # Packs
 
     @property
     def packing(self) -> Packing | None:
+        """The settings by which the stream is packed; None before training starts, and without packing."""
         return None if self.stream is None else self.stream.packing
 
     @property
     def num_compared_steps(self) -> int:
-        # Each rank reads by itself, so ranks may read different packs in any step
+        """The number of optimizer steps in which ranks compare their packs.
+
+        Each rank reads by itself, so ranks may read different packs in any step.
+        """
         return super().num_compared_steps if self.stream is None else self.args.max_steps
 
     def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
+        """Make the stream of packs; return its loader, and the report, in which nothing is counted yet."""
         args = self.args
         data = self._data
         stream = self.stream = PackedStream(
@@ -111,6 +117,7 @@ class StreamSource(Source):
         return loader, make_stream_report(stream, args.max_steps)
 
     def callbacks(self) -> list[TrainerCallback]:
+        """Return the callback that compares the streams of ranks and updates the report."""
         return [StreamCallback(self._trainer, self._data, self)]
 
     # Restarts
@@ -119,6 +126,7 @@ class StreamSource(Source):
         """Do nothing: `resume_loader` continues a stream, once transformers knows the step."""
 
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
+        """Set the stream to its position in a checkpoint. transformers then discards `num_skipped` micro-batches."""
         if self.stream is not None:
             step = self._trainer.state.global_step
             resume_stream_at(
@@ -126,6 +134,7 @@ class StreamSource(Source):
             )
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
+        """Write the position of this rank in the stream into a checkpoint. Its state gets no further entry."""
         if self.stream is None:
             return None
         if self._data.ranks.index == 0:  # processes that divide a model between them have equal positions
@@ -200,6 +209,7 @@ class StreamCallback(TrainerCallback):
         self._source = source
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
+        """Raise ValueError on all ranks if the streams of two ranks begin with different rows."""
         args = self._trainer.args
         if args.world_size == 1:
             return
@@ -220,14 +230,16 @@ class StreamCallback(TrainerCallback):
             check_same_stream(stream, self._trainer.state.global_step)
 
     def on_save(self, *call: object, **kwargs: object) -> None:
-        self._report()
+        """Update the report with each checkpoint."""
+        self._update_report()
 
     def on_train_end(self, *call: object, **kwargs: object) -> None:
-        report = self._report()
+        """Update and show the report."""
+        report = self._update_report()
         if self._trainer.args.packing_report and self._trainer.is_world_process_zero():
             report.show()
 
-    def _report(self) -> PackingReport:
+    def _update_report(self) -> PackingReport:
         """Update the report with what was read and trained up to now. All ranks must call it."""
         trainer = self._trainer
         stream = self._source.stream

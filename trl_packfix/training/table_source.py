@@ -76,6 +76,7 @@ class TableSource(Source):
         self._replanned_for: ChangedSettings = {}  # the result of `continue_planner`
 
     def read(self, dataset: Dataset) -> None:
+        """Read the weights and sources of the rows and, with packing, cut the rows into documents."""
         args = self.args
         # TRL has prepared the table, so its rows may be shuffled, and fewer than the rows that the user gave
         self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
@@ -94,10 +95,12 @@ class TableSource(Source):
 
     @property
     def packing(self) -> Packing | None:
+        """The settings by which packs are planned; None before training starts, and without packing."""
         return None if self.planner is None else self.planner.packing
 
     @property
     def cache_folder(self) -> Path | None:
+        """The folder with the cached documents; None if they are not cached, and without packing."""
         file = self.documents.file if self.args.packing else None
         return None if file is None else file.parent
 
@@ -106,6 +109,7 @@ class TableSource(Source):
         return make_planner(self.args, self.documents, **self._data.packing_arguments)
 
     def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
+        """Plan the packs of the first epoch; return the loader of packs, and the report of this epoch."""
         with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show_status:
             planner = self.planner = self.make_planner()
             show_status(f"Planned packs of {len(self.documents):,} documents; making the report")
@@ -125,12 +129,14 @@ class TableSource(Source):
         return DocumentDataset(self.reader, self.documents, pad_token_id, values=self.row_values)
 
     def first_schedule(self) -> tuple[Schedule | None, np.ndarray | None]:
+        """Return the schedule of the first epoch of this run, and the trained tokens of each document, (N,)."""
         if self.planner is None:
             return None, None
         first_epoch = self.planner.start.epoch  # the epoch in which the run starts or resumes
         return self.planner.schedule(first_epoch), self.documents.trained
 
     def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
+        """Return documents of the first optimizer step on this rank, and the ranks that share a pack of them."""
         if self.planner is None:
             return super().first_documents(num_documents)
         # The sampler yields the packs of this rank: lists of indices of documents, with the group that shares the pack
@@ -146,6 +152,7 @@ class TableSource(Source):
     # Restarts
 
     def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
+        """Continue the plan of a checkpoint, given as its folder and state; None for a fresh run."""
         if self.planner is None:
             return
         self.settings = settings_of(self.planner, self.reader)
@@ -159,6 +166,7 @@ class TableSource(Source):
         return None if self.planner is None or self.planner.is_even else self.planner
 
     def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the values of transformers with this run's number of epochs (first) and of optimizer steps (last)."""
         planner = self._planner_if_uneven
         if planner is None:
             return values
@@ -170,6 +178,7 @@ class TableSource(Source):
         return epochs, *values_between, planner.total_steps(self.args.num_train_epochs)
 
     def resume_position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
+        """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
         planner = self.planner
         if planner is None:
             return values
@@ -189,6 +198,7 @@ class TableSource(Source):
         return epoch, num_trained_steps * self.args.gradient_accumulation_steps
 
     def num_steps_of_epoch(self, epoch: int) -> int | None:
+        """Return the number of optimizer steps of an epoch; None if all epochs have the same number."""
         planner = self._planner_if_uneven
         return None if planner is None else planner.steps_of(epoch)
 
@@ -196,6 +206,7 @@ class TableSource(Source):
         """Do nothing: `restore_plan` has continued the plan, and the loader follows the plan."""
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
+        """Write which documents are trained into a checkpoint, and return the entries for its state."""
         if self.planner is None:
             return None
         state = {"max_steps": self._trainer.state.max_steps, "settings": self.settings}
