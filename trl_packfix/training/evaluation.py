@@ -106,7 +106,7 @@ class Evaluation(TrainerPart):
         return self._data.packs_images or isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
 
     def _evaluates_documents(self, dataset: object) -> TypeGuard[Dataset]:
-        """Return whether the loader of this package reads a set: a table of tokens, or of rows with images."""
+        """Return whether this package makes the loader of a set: of a table of tokens, or of rows with images."""
         if not (isinstance(dataset, Dataset) and self._reads_rows):
             return False
         return self._data.packs_images or "input_ids" in dataset.column_names
@@ -163,9 +163,9 @@ class Evaluation(TrainerPart):
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them."""
         if self._user_methods("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
-            return
+            return  # what the user evaluates is not known
         if self._trainer.compute_metrics is not None and not self.args.prediction_loss_only:
-            return
+            return  # metrics of predictions do not need a trained token
         eval_dataset = self._trainer.eval_dataset
         datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
         for name, dataset in datasets.items():

@@ -201,16 +201,17 @@ class FirstStep:
             unwrapped_probe.drawing_modules = self._probe.drawing_modules  # the modules that draw random numbers
             self._probe = unwrapped_probe
 
-        # Last, write the line of the report
+        # Last, describe the gaps in a line of the report
         loss_gap, gradient_gap = gaps
+        loss_limit, gradient_limit = limits
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked, "
-        text += f"apart by {_gap_text(loss_gap, limits[0], FINE_LOSS_GAP)}"
+        text += f"apart by {_gap_text(loss_gap, loss_limit, FINE_LOSS_GAP)}"
         method = f"{type(self._trainer).__name__}.training_step"
         if method in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
-        text += f"; gradients {_gap_text(gradient_gap, limits[1], FINE_GRADIENT_GAP)} over "
+        text += f"; gradients {_gap_text(gradient_gap, gradient_limit, FINE_GRADIENT_GAP)} over "
         text += f"{len(self._parameter_names)} parameters"
         if self._trainer.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
@@ -235,7 +236,8 @@ class FirstStep:
         if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
         is_fsdp2 = any(isinstance(module, FSDPModule) for module in self._unwrapped_model.modules())
-        return trainer.get_tp_size() == 1 and (not trainer.is_fsdp_enabled or is_fsdp2)
+        is_fsdp1 = trainer.is_fsdp_enabled and not is_fsdp2  # FSDP1 joins parameters, and their gradients
+        return trainer.get_tp_size() == 1 and not is_fsdp1
 
     @property
     def _small_share(self) -> float:
@@ -279,8 +281,9 @@ class FirstStep:
         """Run the packs as the micro-batches of one step, by the trainer's methods; return loss and gradients."""
         trainer = self._trainer
         model = self._probe.model
-        value_names = [WEIGHTS] if self._trainer.args.weight_column else []
-        batches = [self._probe.move_batch(self._data.training_collator(value_names)(pack)) for pack in packs]
+        value_keys = [WEIGHTS] if self._trainer.args.weight_column else []
+        collate = self._data.training_collator(value_keys)
+        batches = [self._probe.move_batch(collate(pack)) for pack in packs]
         if self._data.ranks.may_share:
             check_same_packs(batches, self._data.ranks.copies)
         num_items = trainer._get_num_items_in_batch(batches, trainer.accelerator.device)
@@ -295,7 +298,8 @@ class FirstStep:
                 continue
             # As in training, DDP reduces gradients after the last micro-batch only
             is_last = i == len(batches) - 1
-            with nullcontext() if is_last or self._unwrapped_model is model else trainer.accelerator.no_sync(model):
+            is_under_ddp = self._unwrapped_model is not model
+            with trainer.accelerator.no_sync(model) if is_under_ddp and not is_last else nullcontext():
                 losses.append(self._training_step(model, batch, num_items))
         loss = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
         return _StepGradients(float(loss), self._gradient_products(is_reduced=True))
