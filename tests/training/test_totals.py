@@ -8,10 +8,13 @@ import torch
 from torch.nn import functional as F
 
 from trl_packfix.data.row_values import StreamSources
-from trl_packfix.layout import Targets
+from trl_packfix.layout import Sizes, Targets
 from trl_packfix.training.lm_head import TokenScores
 from trl_packfix.training.totals import (
+    OF_BATCHES,
+    OF_OUTPUTS,
     EvaluationTotals,
+    FetchedBatch,
     StepSpan,
     TrainingTotals,
     scores_of,
@@ -126,12 +129,12 @@ def test_a_window_has_its_steps_and_times_and_is_part_of_the_training(clock):
 def test_sums_are_gathered_over_ranks_once():
     totals = TrainingTotals(sources=("a", "b"))
     for factor in (1, 2):
-        totals.add(TrainingTotals.OF_BATCHES, [torch.tensor(factor * value) for value in range(1, 9)])
-        totals.add(TrainingTotals.OF_OUTPUTS, [torch.tensor(0.5 * factor)] * 4)
+        totals._add({name: torch.tensor(factor * value) for value, name in enumerate(OF_BATCHES, 1)})
+        totals._add(dict.fromkeys(OF_OUTPUTS, torch.tensor(0.5 * factor)))
     loss, mask = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[True, True, True, False]])
     totals.add_sources(loss, mask, torch.tensor([[0, 1, 1, 1]]))
-    expected = dict(zip(TrainingTotals.OF_BATCHES, [3 * value * 4 / 2 for value in range(1, 9)], strict=True))
-    expected |= dict.fromkeys(TrainingTotals.OF_OUTPUTS, 1.5 * 4 / 2)
+    expected = {name: 3 * value * 4 / 2 for value, name in enumerate(OF_BATCHES, 1)}
+    expected |= dict.fromkeys(OF_OUTPUTS, 1.5 * 4 / 2)
     expected |= {"loss/a": 2, "loss/b": 12, "trained_tokens/a": 2, "trained_tokens/b": 4}
     assert totals.gather(ranks_that_count_the_same(4), copies=2) == expected
     assert totals.num_documents == expected["documents"]
@@ -142,12 +145,26 @@ def test_sums_are_gathered_over_ranks_once():
     assert totals.training.sums == expected
 
 
+def batch_of_three(is_leader=True):
+    """Return a micro-batch of documents with 5, 0 and 2 trained tokens, in 30 rows, of which 20 are computed."""
+    sizes = Sizes(torch.tensor(25), torch.tensor(20), torch.tensor([15, 0, 10]), torch.tensor([0, 0, 5]))
+    return FetchedBatch(sizes, torch.tensor([5, 0, 2]), 30, torch.tensor(7e9), is_leader)
+
+
+def test_the_first_rank_of_a_group_counts_what_all_know():
+    of_pack = {"trained_tokens": 7, "tokens": 25, "documents": 2, "micro_batches": 1, "flops": 7e9}
+    of_part = {"computed": 20, "row_tokens": 30, "rows": 1}
+    assert {name: count(batch_of_three()) for name, count in OF_BATCHES.items()} == of_pack | of_part
+    others = {name: count(batch_of_three(is_leader=False)) for name, count in OF_BATCHES.items()}
+    assert others == dict.fromkeys(of_pack, 0) | of_part
+
+
 def test_the_sources_of_a_stream_are_named_when_they_are_gathered():
     totals, own = TrainingTotals(), StreamSources()
     totals.set_sources((), own)
     mask = torch.ones(1, 2, dtype=torch.bool)
     for names, loss in ((("late", "early"), [[1.0, 2.0]]), (("early", "other"), [[4.0, 8.0]])):
-        totals.add(TrainingTotals.OF_BATCHES, [torch.tensor(1)] * 8)
+        totals._add(dict.fromkeys(OF_BATCHES, torch.tensor(1)))
         totals.add_sources(torch.tensor(loss), mask, torch.tensor([[own[name] for name in names]]))
     found = totals.gather(ranks_that_count_the_same(1))
     assert [*totals.sources] == ["early", "late", "other"]

@@ -46,7 +46,7 @@ from .groups import SamePackCheck
 from .lm_head import score_tokens
 from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
-from .totals import TrainingTotals, sum_dtype
+from .totals import FetchedBatch, ScoredBatch, TrainingTotals, sum_dtype
 from .trainer_view import TrainerPart, TrainerView
 from .user_code import has_trained_tokens
 
@@ -178,10 +178,7 @@ class Objective(TrainerPart):
                 loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
 
         # What the log needs of this micro-batch
-        logged_aux_loss = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
-        score_sums = [targets.select(values).sum() for values in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
-        self.totals.add(self.totals.OF_OUTPUTS, [*score_sums, logged_aux_loss])
-        self.totals.is_scored = True
+        self.totals.add_outputs(ScoredBatch(outputs, targets, aux_loss))
         sources = self.sources_of(targets)
         if sources is not None:
             losses = targets.select(-outputs.log_probs)
@@ -390,15 +387,8 @@ class Objective(TrainerPart):
             trained: the number of trained tokens of each document, (N,).
         """
         sizes = layout.sizes(trained)
-        is_trained = trained > 0
-        # What the first rank of a group counts for the whole pack
-        pack_counts = [trained.sum(), sizes.tokens, is_trained.sum(), is_trained.any(), self.flops(inputs, sizes)]
-        num_trained, tokens, documents, micro_batches, flops = (value * layout.group.is_leader for value in pack_counts)
-        # What each rank counts of its part. `torch.tensor` would synchronise with the device
-        row_tokens = trained.new_full((), inputs["labels"].numel())
-        rows = is_trained.any()
-        counts = [num_trained, tokens, sizes.computed_rows, row_tokens, documents, micro_batches, rows, flops]
-        self.totals.add(self.totals.OF_BATCHES, counts)
+        flops = self.flops(inputs, sizes)
+        self.totals.add_batch(FetchedBatch(sizes, trained, inputs["labels"].numel(), flops, layout.group.is_leader))
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
         """Return the FLOPs of forward and backward of a batch, with its images; 0 if the model's cost is not known."""

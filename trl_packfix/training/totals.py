@@ -10,7 +10,7 @@ count the same tokens, because they divide one model between them (tensor parall
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,74 @@ from torch.nn import functional as F
 
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
-from ..layout import Targets
+from ..layout import Sizes, Targets
 from .lm_head import TokenScores
+
+
+@dataclass(frozen=True)
+class FetchedBatch:
+    """What is counted of a micro-batch when it is fetched.
+
+    Attributes:
+        sizes: how much is computed for it.
+        trained: trained tokens of each document, (N,), in all parts of the pack.
+        rows: number of tokens on this rank, with padding.
+        flops: FLOPs of forward and backward, ().
+        is_leader: whether this rank counts what all ranks of a group know of the pack that they share.
+    """
+
+    sizes: Sizes
+    trained: Tensor
+    rows: int
+    flops: Tensor
+    is_leader: bool
+
+    def once(self, value: Tensor) -> Tensor:
+        """Return a value that all ranks of a group know on the first of them, and 0 on the others."""
+        return value * self.is_leader
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """What is counted of a micro-batch when the model has computed it.
+
+    Attributes:
+        outputs: the outputs of the model, with `entropy`, `is_top1` and `label_mask` of each position.
+        targets: which of these positions count.
+        aux_loss: the router loss, (); None without one.
+    """
+
+    outputs: Any
+    targets: Targets
+    aux_loss: Tensor | None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over the targets of one value per position."""
+        return self.targets.select(values).sum()
+
+
+OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
+    "trained_tokens": lambda batch: batch.once(batch.trained.sum()),
+    "tokens": lambda batch: batch.once(batch.sizes.tokens),  # of documents
+    # Tokens that the model computes: fewer than `tokens` if prefixes are shared
+    "computed": lambda batch: batch.sizes.computed_rows,
+    # With padding. `torch.tensor` would synchronise with the device
+    "row_tokens": lambda batch: batch.trained.new_full((), batch.rows),
+    "documents": lambda batch: batch.once((batch.trained > 0).sum()),
+    # Packs, and parts of packs on ranks: equally many unless ranks share packs
+    "micro_batches": lambda batch: batch.once((batch.trained > 0).any()),
+    "rows": lambda batch: (batch.trained > 0).any(),
+    "flops": lambda batch: batch.once(batch.flops),
+}
+"""Sums over micro-batches, by name, and what each batch adds. They are added when batches are fetched, for any loss."""
+
+OF_OUTPUTS: dict[str, Callable[[ScoredBatch], Tensor]] = {
+    "entropy": lambda batch: batch.sum(batch.outputs.entropy),
+    "correct": lambda batch: batch.sum(batch.outputs.is_top1),
+    "scored": lambda batch: batch.sum(batch.outputs.label_mask),  # number of labels
+    "aux_loss": lambda batch: batch.targets.trained.new_zeros(()) if batch.aux_loss is None else batch.aux_loss,
+}
+"""Sums over outputs of the model, by name, and what each batch adds. Only a loss of this package adds them."""
 
 
 @dataclass
@@ -53,9 +119,8 @@ class StepSpan:
 class TrainingTotals:
     """Sums over the batches of a training.
 
-    There are three groups of sums. `OF_BATCHES` are counts of the micro-batches, added when the batches are fetched, so
-    they are right for any loss. `OF_OUTPUTS` come from the outputs of the model. The third group has the loss and the
-    trained tokens of each source. The last two groups are added only if this package computes the loss.
+    There are three groups of sums: `OF_BATCHES`, `OF_OUTPUTS`, and the loss and the trained tokens of each source. The
+    last two groups are added only if this package computes the loss.
 
     Args:
         sources: names of the sources by which losses are summed.
@@ -69,12 +134,6 @@ class TrainingTotals:
         training: sums of all windows that have ended.
         window: sums of the running window.
     """
-
-    # `tokens` are the tokens of documents. `computed` are the tokens that the model computes: fewer than `tokens` if
-    # prefixes are shared. `row_tokens` also count padding. `micro_batches` counts packs, and `rows` counts the parts of
-    # packs on ranks: equally many unless ranks share packs.
-    OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
-    OF_OUTPUTS = ("entropy", "correct", "scored", "aux_loss")  # `scored` is the number of labels
 
     def __init__(self, sources: Sequence[str] = (), shares_rows: bool = False) -> None:
         self.shares_rows = shares_rows
@@ -102,7 +161,7 @@ class TrainingTotals:
         """Set the names of the sources, and so the names of all sums."""
         self.sources = sources
         self._source_sums = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
-        self._groups = [names for names in (self.OF_BATCHES, self.OF_OUTPUTS, self._source_sums) if names]
+        self._groups = [names for names in (tuple(OF_BATCHES), tuple(OF_OUTPUTS), self._source_sums) if names]
         self._names = [name for names in self._groups for name in names]
 
     def _start_window(self) -> None:
@@ -133,8 +192,19 @@ class TrainingTotals:
         self.is_scored = False
         self.window.waited += time.perf_counter() - self._fetch_started
 
-    def add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
-        """Add the sums of one micro-batch on this rank: scalars in the order of `names`, which is a group of names."""
+    def add_batch(self, batch: FetchedBatch) -> None:
+        """Add the counts of one micro-batch on this rank."""
+        self._add({name: count(batch) for name, count in OF_BATCHES.items()})
+
+    def add_outputs(self, batch: ScoredBatch) -> None:
+        """Add what the model gives for one micro-batch on this rank."""
+        self._add({name: total(batch) for name, total in OF_OUTPUTS.items()})
+        self.is_scored = True
+
+    def _add(self, values_by_name: dict[str, Tensor]) -> None:
+        """Add the sums of one micro-batch on this rank, scalars by the names of a group."""
+        names = tuple(values_by_name)
+        values = values_by_name.values()
         sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
@@ -143,7 +213,7 @@ class TrainingTotals:
         num_sources = len(self.sources) if self._stream_sources is None else MAX_SOURCES
         sums = sums_by_source(loss, label_mask, sources, num_sources=num_sources)
         if self._stream_sources is None:
-            self.add(self._source_sums, list(sums.flatten()))
+            self._add(dict(zip(self._source_sums, sums.flatten(), strict=True)))
         elif self._pending_by_source is None:
             self._pending_by_source = sums
         else:

@@ -57,8 +57,8 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
     found.training_objective.count_batch(batch, shared, shared.trained)
-    (sums,) = found.training_objective.totals._pending.values()
-    sums = dict(zip(found.training_objective.totals.OF_BATCHES, sums.tolist(), strict=True))
+    ((names, sums),) = found.training_objective.totals._pending.items()
+    sums = dict(zip(names, sums.tolist(), strict=True))
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
     costs = [training_flops(found.data.cost_model, lengths, 1.0).sum() for lengths in (positions, positions + 1)]
     assert sums["flops"] == pytest.approx((costs[1] - costs[0]).item(), rel=1e-12)
