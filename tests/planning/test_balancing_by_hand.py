@@ -8,24 +8,31 @@ import pytest
 from trl_packfix.planning import balance
 from trl_packfix.planning.balance import _Slots, balance_packs, deal_documents, even_targets, least_loaded
 from trl_packfix.planning.costs import CostModel
+from trl_packfix.planning.degrees import divide_step
+from trl_packfix.planning.parallel import SequenceParallel
 from trl_packfix.planning.units import Bins, Units
 
 LINEAR = CostModel(1.0, 0.0)
 
 
 def as_lists(packs):
-    return None if packs is None else [pack.tolist() for pack in packs]
+    return [pack.tolist() for pack in packs]
 
 
 # Whether a step is dealt anew
 
 
 def balance_step(monkeypatch, rows, packs, dealt, world_size=2, accumulation=1, synchronisation="micro"):
-    """Return the packs of a step and whether its units were dealt anew. `dealt` is what dealing them returns."""
+    """Return the packs of a step and whether its units were dealt anew.
+
+    `dealt` is what dealing them returns; if it is None, packs that take more time.
+    """
     calls = []
+    units = Units(np.array(rows), LINEAR)
+    everywhere = [np.arange(len(rows))] * (world_size * accumulation)  # in every slot, which takes more time
+    dealt = everywhere if dealt is None else dealt
     monkeypatch.setattr(balance, "deal_documents", lambda *given, **more: calls.append(more) or dealt)
     bins = Bins(capacity=10_000, accumulation=accumulation, world_size=world_size, synchronisation=synchronisation)
-    units = Units(np.array(rows), LINEAR)
     return as_lists(balance_packs([np.array(pack) for pack in packs], units, bins)), len(calls)
 
 
@@ -49,7 +56,6 @@ def test_a_step_of_fewer_than_four_units_per_slot_is_not_dealt_anew(monkeypatch,
 @pytest.mark.parametrize(
     "dealt",
     [
-        None,
         [[0, 1, 2, 3, 4, 5, 6, 7], []],  # no unit for the second slot
         [[0], [1, 2, 3, 4, 5, 6, 7]],  # no better than before
     ],
@@ -96,10 +102,10 @@ def test_packs_of_neighbouring_costs_share_a_micro_step(monkeypatch):
 @pytest.mark.parametrize(
     "rows, num, capacity, packs",
     [
-        ([3, 3, 2, 2, 2], 2, 6, None),  # as many rows as fit, but not in this order
+        ([3, 3, 2, 2, 2], 2, 6, [[0, 2, 4], [1, 3]]),  # as many rows as fit, but not in this order
         ([3, 3, 2, 2, 2], 2, 7, [[0, 2, 4], [1, 3]]),
         ([3, 3, 2, 2], 2, 5, [[0, 2], [1, 3]]),  # no row to spare
-        ([3, 3, 2, 2, 1], 2, 5, None),
+        ([3, 3, 2, 2, 1], 2, 5, [[0, 2, 4], [1, 3]]),  # more rows than fit
         ([3], 2, 3, [[0], []]),
         ([], 2, 3, [[], []]),
     ],
@@ -112,14 +118,14 @@ def test_units_go_to_the_pack_with_the_least_cost_that_has_room(rows, num, capac
 def test_packs_stay_as_they_are_if_none_are_more_even():
     units = Units(np.array([6, 6]), LINEAR, targets=np.array([5, 5]))
     packs = [np.array([0]), np.array([1])]
-    assert as_lists(even_targets(packs, units, 3, capacity=10)) == [[0], [1], []]
-    assert as_lists(even_targets(packs, units, 1, capacity=10)) == [[0], [1]]
+    assert as_lists(even_targets(packs, units, 3, bins=Bins(capacity=10))) == [[0], [1], []]
+    assert as_lists(even_targets(packs, units, 1, bins=Bins(capacity=10))) == [[0], [1]]
 
 
 def test_packs_are_as_even_as_units_of_unequal_targets_allow():
     targets = np.array([9, 1, 1, 1, 8, 2])
     units = Units(np.array([9, 9, 9, 9, 8, 8]), LINEAR, targets=targets)
-    packs = even_targets([np.array([0, 4]), np.array([1, 2, 3, 5])], units, 2, capacity=30)
+    packs = even_targets([np.array([0, 4]), np.array([1, 2, 3, 5])], units, 2, bins=Bins(capacity=30))
     assert sorted(int(targets[pack].sum()) for pack in packs) == [11, 11]
 
 
@@ -249,19 +255,20 @@ def test_sixteen_partners_are_tried_for_a_slot_above_its_capacity(num_useless, s
     lengths = [5, 5, 4, 4] + [8] * num_useless
     documents = [[0, 1], *([4 + i] for i in range(num_useless)), [2, 3]]
     slots = slots_of(documents, 9, lengths)
-    assert slots.exchange_excess() is succeeds
+    slots.exchange_excess()
     assert (min(slots.room) >= 0) is succeeds
 
 
 def test_a_slot_without_a_partner_stays_above_its_capacity():
-    assert not slots_of([[0, 1], [2]], 9, [5, 5, 9]).exchange_excess()
-    assert slots_of([[0], [1]], 9, [9, 9]).exchange_excess()
+    slots = slots_of([[0, 1], [2]], 9, [5, 5, 9])
+    slots.exchange_excess()
+    assert slots.room == [-1, 0]
 
 
 def test_a_partner_that_did_not_help_one_slot_may_help_another():
     """8 tokens in one document cannot take 5 of 5 + 5, for which 4 + 4 are found, but take 1 of 5 + 4 + 1."""
     slots = slots_of([[0, 1], [2, 3, 4], [5], [6, 7]], 9, [5, 5, 5, 4, 1, 8, 4, 4])
-    assert slots.exchange_excess()
+    slots.exchange_excess()
     assert slots.room == [0, 0, 0, 0]
 
 
@@ -279,6 +286,39 @@ def test_a_slot_may_lose_all_documents_that_are_divided():
     assert slots.room == [0, 8]
 
 
-def test_documents_that_fit_nowhere_are_not_dealt():
+def test_documents_that_fit_nowhere_are_above_the_capacity():
     lengths = np.array([5, 5, 5])
-    assert deal_documents(lengths, lengths * 1.0, capacity=8, world_size=2, num_slots=2, by_rank=False) is None
+    packs = deal_documents(lengths, lengths * 1.0, capacity=8, world_size=2, num_slots=2, by_rank=False)
+    assert sorted(map(len, packs)) == [1, 2]
+
+
+# What may share a pack
+
+
+class FewUnits(Bins):
+    """Bins of at most four units, which is a rule that no planner knows."""
+
+    def fits(self, packs, units):
+        return super().fits(packs, units) and all(len(pack) <= 4 for pack in packs)
+
+
+# Units that are more even as five and three, in cost and in trained tokens, than they are in these two packs
+RULED_ROWS = np.array([8, 7, 6, 5, 5, 2, 1, 1])
+RULED = Units(RULED_ROWS, CostModel(1.0, 1.0), targets=RULED_ROWS)
+RULED_PACKS = [np.array([1, 0, 7, 4]), np.array([5, 6, 3, 2])]
+PARALLEL = SequenceParallel(tokens_per_rank=21, degrees=(1,))
+
+
+@pytest.mark.parametrize("kind, most", [(Bins, 5), (FewUnits, 4)])
+@pytest.mark.parametrize(
+    "deal",
+    [
+        lambda bins: balance_packs(RULED_PACKS, RULED, bins),
+        lambda bins: even_targets(RULED_PACKS, RULED, 2, bins=bins),
+        lambda bins: divide_step(RULED_PACKS, RULED, bins, parallel=PARALLEL).packs,
+    ],
+    ids=["balance", "targets", "groups"],
+)
+def test_units_that_are_dealt_anew_obey_the_rule_of_bins(deal, kind, most):
+    packs = deal(kind(capacity=21, world_size=2))
+    assert max(map(len, packs)) == most

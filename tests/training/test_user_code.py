@@ -28,7 +28,7 @@ from trl_packfix.isolation.user_hooks import gradient_hooks_aside
 from trl_packfix.planning.balance import even_targets
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.schedule import Schedule
-from trl_packfix.planning.units import Units
+from trl_packfix.planning.units import Bins, Units
 from trl_packfix.training.user_code import uneven_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -154,7 +154,7 @@ def test_even_targets_keeps_units_and_capacity_and_is_never_less_even(units, num
     members = np.arange(len(units))
     given_packs = [members[i::num] for i in range(num)]
     capacity = max(int(rows[pack].sum()) for pack in given_packs)
-    packs = even_targets(given_packs, Units(rows, LLAMA_7B, targets=targets), num, capacity=capacity)
+    packs = even_targets(given_packs, Units(rows, LLAMA_7B, targets=targets), num, bins=Bins(capacity=capacity))
 
     def spread(packs):
         sums = [targets[pack].sum() for pack in packs]

@@ -79,7 +79,6 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
         packs_of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
-        assert packs_of_ranks is not None, "a rank has more packs than micro-batches"
         order = order[np.transpose(packs_of_ranks).ravel()]
     time = modelled_time(pack_costs[order])
     if time < best_time:
@@ -99,17 +98,16 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
         num_slots=num_slots,
         by_rank=by_rank,
     )
-    if dealt is not None and all(len(pack) for pack in dealt):
-        dealt_costs = np.array([costs[pack].sum() for pack in dealt])
-        order = np.arange(num_slots) if by_rank else np.argsort(-dealt_costs, kind="stable")
-        if modelled_time(dealt_costs[order]) < best_time:
-            return [members[dealt[i]] for i in order]
+    dealt_costs = np.array([costs[pack].sum() for pack in dealt])
+    order = np.arange(num_slots) if by_rank else np.argsort(-dealt_costs, kind="stable")
+    if modelled_time(dealt_costs[order]) < best_time and all(map(len, dealt)):
+        dealt_packs = [members[dealt[i]] for i in order]
+        if bins.fits(dealt_packs, units):
+            return dealt_packs
     return [packs[i] for i in best_order]
 
 
-def least_loaded(
-    rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int
-) -> list[Int64Array] | None:
+def least_loaded(rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int) -> list[Int64Array]:
     """Put each unit, in the order given, into the pack with the least cost that has room (Graham 1969).
 
     Args:
@@ -119,18 +117,15 @@ def least_loaded(
         capacity: most rows of a pack.
 
     Returns:
-        The indices of the units in each pack; None if a unit fits into no pack.
+        The indices of the units in each pack. A unit that fits into no pack is in the one with most room, which is then
+        above the capacity (`Bins.fits`).
     """
-    if rows.sum() > num * capacity:
-        return None
     slots = _Slots(rows, costs, capacity=capacity, num_slots=num, spare=0)
     slots.deal_to_groups(list(range(len(rows))), [[slot] for slot in range(num)])
-    if min(slots.room, default=0) < 0:
-        return None
     return slots.packs()
 
 
-def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: int) -> list[Int64Array]:
+def even_targets(packs: list[Int64Array], units: Units, num: int, *, bins: Bins) -> list[Int64Array]:
     """Deal the units of `packs` anew so that packs have even numbers of trained tokens.
 
     Where the loss is a mean over each micro-batch, a trained token counts more in a pack with few trained tokens.
@@ -139,14 +134,14 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
         packs: numbers of the units in each pack, none above the capacity.
         units: all units, also of other steps, with `targets`.
         num: number of packs to make.
-        capacity: most rows of a pack.
+        bins: the slots of the packs.
 
     Returns:
         At least `num` packs. They are `packs`, with empty packs behind, if nothing more even is found.
 
     >>> from .costs import CostModel
     >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
-    >>> [pack.tolist() for pack in even_targets([np.array([0, 1]), np.array([2])], units, 2, capacity=10)]
+    >>> [pack.tolist() for pack in even_targets([np.array([0, 1]), np.array([2])], units, 2, bins=Bins(capacity=10))]
     [[0], [1, 2]]
     """
     assert units.targets is not None, "the trained tokens of units are not known"
@@ -156,12 +151,15 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
     targets = units.targets[longest_first]
     candidates = [packs + [members[:0]] * (num - len(packs))]
     dealt_anew = [
-        least_loaded(rows, targets, num, capacity=capacity),
-        deal_documents(rows, targets.astype(float), capacity=capacity, world_size=num, num_slots=num, by_rank=False),
+        least_loaded(rows, targets, num, capacity=bins.capacity),
+        deal_documents(
+            rows, targets.astype(float), capacity=bins.capacity, world_size=num, num_slots=num, by_rank=False
+        ),
     ]
     for dealt in dealt_anew:
-        if dealt is not None:
-            candidates.append([longest_first[indices] for indices in dealt])
+        dealt_packs = [longest_first[indices] for indices in dealt]
+        if bins.fits(dealt_packs, units):
+            candidates.append(dealt_packs)
 
     def spread(candidate: list[Int64Array]) -> int:
         sums = [int(units.targets[pack].sum()) for pack in candidate]  # type: ignore[index]  # asserted above
@@ -172,7 +170,7 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
 
 def deal_documents(
     lengths: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
-) -> list[Int64Array] | None:
+) -> list[Int64Array]:
     """Deal documents to the slots of a step by cost.
 
     A micro-step takes as long as its dearest slot. If a document has more than an even share of all excess, the other
@@ -190,7 +188,7 @@ def deal_documents(
         by_rank: whether ranks wait for each other only after the last micro-step.
 
     Returns:
-        The indices of the documents in each slot; None if it is not found how they fit.
+        The indices of the documents in each slot. If it is not found how they fit, a slot is above the capacity.
 
     >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
     >>> cost = lengths + lengths**2.0
@@ -233,8 +231,7 @@ def deal_documents(
             short = slots.deal_to_groups(short, [[slot] for slot in micro_step], limit=loads[micro_step[0]])
     slots.deal_to_groups(short, groups)
     # 5. Relieve slots above their capacity.
-    if not slots.exchange_excess():
-        return None
+    slots.exchange_excess()
     return slots.packs()
 
 
@@ -334,8 +331,8 @@ class _Slots:
                 self.put_document(document, slot)
         return list(unused)
 
-    def exchange_excess(self) -> bool:
-        """Divide documents between pairs of slots until no slot is above its capacity; return whether this succeeds."""
+    def exchange_excess(self) -> None:
+        """Divide documents between pairs of slots until no slot is above its capacity, or no division helps."""
         with_room = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
         heapq.heapify(with_room)
         for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
@@ -345,13 +342,12 @@ class _Slots:
                 is_relieved = False
                 while not is_relieved:
                     if not with_room or len(partners) == NUM_PARTNERS:
-                        return False
+                        return
                     partners.append(heapq.heappop(with_room)[1])
                     is_relieved = self.divide_pair(slot, partners[-1])
                 for changed in [*partners, slot]:
                     if self.room[changed] > 0:
                         heapq.heappush(with_room, (-self.room[changed], changed))
-        return True
 
     def divide_pair(self, slot: int, partner: int) -> bool:
         """Divide the shortest documents of two slots anew.

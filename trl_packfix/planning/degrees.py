@@ -239,19 +239,24 @@ class UndividedStep:
     def unbalanced_packs(self, members: Int64Array, degree: int, num_micro_steps: int) -> list[Int64Array] | None:
         """Put units into packs for groups of one degree, at most one pack for each group and micro-step."""
         rows = self.units.rows[members]
-        capacity = degree * self.parallel.tokens_per_rank
-        num_groups = self.bins.world_size // degree * num_micro_steps
-        if rows[0] > capacity:
+        bins = self._bins_of(degree, num_micro_steps)
+        if rows[0] > bins.capacity or rows.sum() > bins.num_slots * bins.capacity:
             return None
-        packs = least_loaded(rows, self.units.costs(degree)[members], num_groups, capacity=capacity)
-        if not packs:
-            best_fit, sizes = best_fit_decreasing(rows, capacity)
-            packs = np.split(best_fit, np.cumsum(sizes)[:-1]) if len(sizes) <= num_groups else []
-        return [members[pack] for pack in packs] or None
+        costs = self.units.costs(degree)[members]
+        packs = [members[pack] for pack in least_loaded(rows, costs, bins.num_slots, capacity=bins.capacity)]
+        if bins.fits(packs, self.units):
+            return packs
+        best_fit, sizes = best_fit_decreasing(rows, bins.capacity)
+        packs = np.split(members[best_fit], np.cumsum(sizes)[:-1])
+        return packs if len(packs) <= bins.num_slots and bins.fits(packs, self.units) else None
 
     def balance(self, packs: list[Int64Array], degree: int, num_micro_steps: int) -> list[Int64Array]:
         """Deal the units of packs evenly to groups, and return one pack for each group and micro-step."""
-        bins = replace(
+        return balance_packs(packs, self.units, self._bins_of(degree, num_micro_steps))
+
+    def _bins_of(self, degree: int, num_micro_steps: int) -> Bins:
+        """Return the slots of `num_micro_steps` micro-steps: one for each group of `degree` ranks."""
+        return replace(
             self.bins,
             capacity=degree * self.parallel.tokens_per_rank,
             accumulation=num_micro_steps,
@@ -259,7 +264,6 @@ class UndividedStep:
             degree=degree,
             synchronisation="micro",  # the ranks of a group wait for each other in every layer
         )
-        return balance_packs(packs, self.units, bins)
 
     def as_division(self, packs: list[Int64Array], degree: int) -> DividedStep:
         """Return packs for groups of one degree, micro-step after micro-step, with their modelled time."""

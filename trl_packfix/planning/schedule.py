@@ -145,7 +145,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     """
     steps = packs_of_steps(plan, units.rows, num_steps, bins=bins)
     if bins.evens_targets:
-        steps = (even_targets(step, units, len(step), capacity=bins.capacity) for step in steps)
+        steps = (even_targets(step, units, len(step), bins=bins) for step in steps)
     elif bins.balance == "step":
         steps = (balance_packs(step, units, bins) for step in steps)
     no_units = np.zeros(0, np.int64)
@@ -206,10 +206,10 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
         return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size)
 
     def packs_of_step(members: Int64Array) -> list[Int64Array]:
-        packs = _few_packs(members, units.rows, bins)
+        packs = _few_packs(members, units, bins)
         if bins.evens_targets:
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
-            packs = even_targets(packs, units, num_filled, capacity=bins.capacity)
+            packs = even_targets(packs, units, num_filled, bins=bins)
             return packs + [members[:0]] * (bins.num_slots - len(packs))
         if bins.balance == "step":
             packs = balance_packs(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
@@ -219,29 +219,30 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     return _make_schedule(steps, bins)
 
 
-def _few_packs(members: Int64Array, rows: Int64Array, bins: Bins) -> list[Int64Array]:
+def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array]:
     """Put the units of a step into few packs with even numbers of rows.
 
     Args:
         members: numbers of the units of the step.
-        rows: rows of each unit, by its number.
+        units: all units.
         bins: the slots of the step.
 
     Returns:
         As many packs as best-fit decreasing needs, rounded up to a multiple of the ranks.
     """
-    longest_first = members[np.argsort(-rows[members], kind="stable")]
-    rows = rows[longest_first]
+    longest_first = members[np.argsort(-units.rows[members], kind="stable")]
+    rows = units.rows[longest_first]
     plan = plan_bfd(rows, bins.capacity, None)
     # The units fit, since every closed pack of m units holds at least B documents, see `schedule_steps`: the next unit,
     # no longer than any of the m, did not fit, so they have more than m / (m + 1) * capacity rows and
     # 2 m B / (m + 1) - m >= B - 1 documents if m < B. If m >= B, they are at least B documents anyway.
     assert plan.num_packs <= bins.num_slots
     num = -(-plan.num_packs // bins.world_size) * bins.world_size
-    packs = least_loaded(rows, rows, num, capacity=bins.capacity)
-    if packs is None:
-        packs = np.split(plan.order, plan.offsets[1:-1]) + [plan.order[:0]] * (num - plan.num_packs)
-    return [longest_first[pack] for pack in packs]
+    even_packs = [longest_first[pack] for pack in least_loaded(rows, rows, num, capacity=bins.capacity)]
+    if bins.fits(even_packs, units):
+        return even_packs
+    packs = np.split(longest_first[plan.order], plan.offsets[1:-1])
+    return packs + [members[:0]] * (num - plan.num_packs)
 
 
 def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
@@ -294,10 +295,9 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
         *_, i = heapq.heappop(heap)
         longest_first = packs[i][np.argsort(-rows[packs[i]], kind="stable")]
         sorted_rows = rows[longest_first]
-        halves = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
-        assert halves is not None, "a half has no room for the pack"
-        packs[i] = longest_first[halves[0]]
-        packs.append(longest_first[halves[1]])
+        first, second = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
+        packs[i] = longest_first[first]
+        packs.append(longest_first[second])
         places.append(places[i])
         for half in (i, len(packs) - 1):
             if len(packs[half]) > 1:

@@ -10,6 +10,7 @@ from the settings. After planning, units are replaced by their documents. Letter
 optimizer step.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,18 @@ class Bins:
     def num_slots(self) -> int:
         """S, the number of slots in an optimizer step."""
         return self.accumulation * self.world_size
+
+    def fits(self, packs: Iterable[Int64Array], units: "Units") -> bool:
+        """Return whether each pack may be in a bin. This is the only rule about what may share a pack.
+
+        All functions that deal units anew call it, and keep the packs that were planned if it returns False. Packs are
+        also halved, so what may share a pack must be allowed in any part of it.
+
+        Args:
+            packs: numbers of the units in each pack.
+            units: all units.
+        """
+        return all(units.rows[pack].sum() <= self.capacity for pack in packs)
 
 
 @dataclass(frozen=True, eq=False)
