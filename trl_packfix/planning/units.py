@@ -43,7 +43,7 @@ class Bins:
         return self.accumulation * self.world_size
 
     def fits(self, packs: Iterable[Int64Array], units: "Units") -> bool:
-        """Return whether each pack may be in a bin. This is the only rule about what may share a pack.
+        """Return whether each pack may be in a slot. This is the only rule about what may share a pack.
 
         All functions that deal units anew call it, and keep the packs that were planned if it returns False. Packs are
         also halved, so what may share a pack must be allowed in any part of it.
