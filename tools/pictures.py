@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main as trl_packfix
-from trl_packfix.cli.forecast import planner_for
+from trl_packfix.cli.dry_run import planner_for
 from trl_packfix.cli.sources import load_rows
 from trl_packfix.cli.tokens import tokenise
 from trl_packfix.data.reader import TokenReader
@@ -106,7 +106,8 @@ def main() -> None:
     screenshot(IMAGES / "report.png", Recorded(report_of(data, "t0_p3_sample.jsonl", **settings)), columns=112)
 
     config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
-    reader = TokenReader(tokenise(load_rows(t0), AutoTokenizer.from_pretrained(tokenizer), config))
+    tokens, _ = tokenise(load_rows(t0), AutoTokenizer.from_pretrained(tokenizer), config)
+    reader = TokenReader(tokens)
     (pack,) = first_packs(planner_for(documents_of(reader, config), config, 1, cost_model=LLAMA_7B), reader, 1)
     screenshot(IMAGES / "show.png", pack_text(pack, AutoTokenizer.from_pretrained(tokenizer)), columns=112)
 

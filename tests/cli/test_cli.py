@@ -140,6 +140,7 @@ REFUSED = {  # words -> the message
     "plan a.txt --tflops nan": "`--tflops nan` was given",
     "plan a.txt --model no/such/model": "`--model no/such/model` was given",
     "plan rows.jsonl --tokenizer model --num-proc 0": "`dataset_num_proc=0` was given",
+    "plan a.txt --seed -1": "`seed=-1` was given",
     "plan a.txt --batch-size 0": "`per_device_train_batch_size=0`",
     "plan a.txt --max-length 1": "`max_length=1` was given",
     "plan a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, List, load_from_disk
+from peft import LoraConfig
 from support.models import build_tokenizer
 from support.runs import trainer
 from support.vision import MESSAGES, build_model, build_processor, message, picture, rows
@@ -57,6 +58,19 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
     text = 3 * training.data.cost_model(documents).sum()
     assert alone["flops"] == pytest.approx(text / (1 - alone["images"]["tower_share"]))
     assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
+
+
+@pytest.mark.parametrize("modules", ["all-linear", r".*language_model.*q_proj"])
+def test_a_tower_without_adapters_costs_less(modules, workplace, tmp_path, printed):
+    """With LoRA, whether the vision tower gets adapters decides whether it has a backward pass."""
+    words = ["--max-length", 80, "--batch-size", 2, "--use_peft", "--lora_target_modules", modules]
+    (planned,) = printed("plan", workplace / "rows.parquet", "--model", workplace / "model", *words)["plans"]
+    adapters = {"peft_config": LoraConfig(target_modules=modules)}
+    training = made(tmp_path, workplace, ROWS, max_length=80, trainer_kwargs=adapters)
+    trains_tower = any(parameter.requires_grad for parameter in training.data.images.tower.parameters())
+    assert trains_tower == (modules == "all-linear")
+    training.get_train_dataloader()
+    assert planned["images"] == training.packing_report.to_dict()["images"]
 
 
 def test_show_names_the_images_of_a_document(workplace, capsys, printed):

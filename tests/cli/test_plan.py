@@ -11,10 +11,12 @@ import pytest
 from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import trainer
+from transformers import AutoTokenizer
 
 from trl_packfix.cli import main
 from trl_packfix.cli.forecast import candidate_lengths
 from trl_packfix.cli.lengths import read_lengths
+from trl_packfix.cli.sources import load_rows
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +45,52 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     assert planned == {name: value for name, value in trained.items() if name not in NOT_PLANNED}
     assert planned["num_packs" if strategy != "minibatch" else "num_steps"] > 3
     assert planned["ledger"]["lost_trained_tokens"] > 0  # something is cut, so that the ledger can be wrong
+
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "system", "content": "be brief" * 4},
+            *({"role": role, "content": f"{i} {role}"} for role in ("user", "assistant") * (1 + i % 3)),
+        ]
+    }
+    for i in range(24)
+]
+OTHER_RUNS = {
+    "text": ([{"text": "x" * (5 + 7 * i % 120)} for i in range(40)], {}),
+    "assistant": (CHATS, {"assistant_only_loss": True}),
+    "per turn": (CHATS, {"per_turn": True}),
+    "families": (CHATS, {"share_prefixes": "family"}),
+    "groups": (CHATS, {"tokens_per_rank": 96, "per_device_train_batch_size": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
+    """The training run also finds the tokens that `plan` has made, and does not tokenise again."""
+    rows, settings = OTHER_RUNS[name]
+    file = tmp_path / "rows.jsonl"
+    Dataset.from_list(rows).to_json(file)
+    settings = {"max_length": 96, "per_device_train_batch_size": 2} | settings
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    assert main(["plan", str(file), "--model", str(workplace / "model"), *words, "--json"]) in (0, 1)
+    (planned,) = json.loads(capsys.readouterr().out)["plans"]
+    data = load_rows(str(file))
+    cache = Path(data.cache_files[0]["filename"]).parent
+    tables = {*cache.glob("cache-*.arrow")}
+    assert tables, "`plan` has cached its tokens"
+    run = trainer(
+        tmp_path, data, "qwen3", processing_class=AutoTokenizer.from_pretrained(workplace / "model"), **settings
+    )
+    assert {*cache.glob("cache-*.arrow")} == tables
+    run.get_train_dataloader()
+    trained = json.loads(json.dumps(run.packing_report.to_dict()))
+    planned_names = trained.keys() - {*NOT_PLANNED} | ({"prefixes"} if name == "families" else set())
+    assert {key: planned[key] for key in planned_names} == {key: trained[key] for key in planned_names}
+    # Guards: each run has the part of the report that it is here for
+    assert (trained["turns"] is not None) == (name == "per turn")
+    assert (trained["prefixes"] is not None) == (name == "families")
+    assert (trained["shared"] is not None) == (name == "groups")
 
 
 def test_several_lengths_strategies_and_world_sizes(workplace, printed):

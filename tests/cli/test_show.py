@@ -16,7 +16,7 @@ from support.runs import config, trainer
 
 from trl_packfix.cli import main
 from trl_packfix.cli import show as show_command
-from trl_packfix.cli.forecast import planner_for
+from trl_packfix.cli.dry_run import planner_for
 from trl_packfix.cli.lengths import LengthRows
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report, make_stream_report

@@ -16,13 +16,13 @@ from support.launch import PROCESS_SECONDS
 from support.runs import config
 
 import trl_packfix
-from trl_packfix.cli import COMMANDS, env, forecast, main, plain_run
+from trl_packfix.cli import COMMANDS, dry_run, env, forecast, main
 from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.training.config import SFTConfig
-from trl_packfix.training.plain_settings import PlainSettings
+from trl_packfix.training.planning_settings import PlanningSettings
 
 ROOT = Path(__file__).parents[2]
-READ = plain_run.read_plain_run
+READ = dry_run.read_run_without_model
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "matplotlib", "datasets")
 
 # Runs commands in one process, and prints after each its exit code and the libraries that are there
@@ -68,13 +68,13 @@ def test_a_command_imports_what_it_needs(lengths):
     assert found == {words: ", ".join([str(code), *names]) for words, (code, names) in COMMANDS_OF_ONE_PROCESS.items()}
 
 
-def test_plain_settings_are_those_of_the_config(tmp_path):
+def test_planning_settings_are_those_of_the_config(tmp_path):
     defaults = {setting.name: setting.default for setting in fields(SFTConfig)}
-    assert {setting.name: setting.default for setting in fields(PlainSettings)}.items() <= defaults.items()
+    assert {setting.name: setting.default for setting in fields(PlanningSettings)}.items() <= defaults.items()
     read_by_planning = {*CONFIG_NAMES.values()} & defaults.keys()
     assert len(read_by_planning) > 8
-    assert read_by_planning <= {setting.name for setting in fields(PlainSettings)}
-    assert config(tmp_path).effective_overlong == PlainSettings().effective_overlong
+    assert read_by_planning <= {setting.name for setting in fields(PlanningSettings)}
+    assert config(tmp_path).effective_overlong == PlanningSettings().effective_overlong
 
 
 PLANNED = [
@@ -88,27 +88,27 @@ PLANNED = [
 
 @pytest.mark.parametrize("data", ["lengths.txt", "table"])
 @pytest.mark.parametrize("words", PLANNED)
-def test_a_plain_run_is_planned_as_with_the_config_of_training(words, data, lengths, monkeypatch, capsys):
+def test_a_run_without_a_model_is_planned_as_with_the_config_of_training(words, data, lengths, monkeypatch, capsys):
     read = []
 
     def planned(read_run):
-        for module in (plain_run, forecast):  # `show` imports it when it runs
-            monkeypatch.setattr(module, "read_plain_run", read_run)
+        for module in (dry_run, forecast):
+            monkeypatch.setattr(module, "read_run_without_model", read_run)
         command, *flags = words.split()
         code = main([command, data, *flags, "--json"])
         return code, json.loads(capsys.readouterr().out)
 
-    def read_plain_run(*given):
+    def read_without_model(*given):
         read.append(READ(*given))
         return read[-1]
 
-    by_plain_settings = planned(read_plain_run)
-    assert None not in read, "this run is not plain"
+    by_planning_settings = planned(read_without_model)
+    assert None not in read, "this run needs the config"
     assert len(read) == 1
-    assert planned(lambda *given: None) == by_plain_settings
+    assert planned(lambda *given: None) == by_planning_settings
 
 
-NOT_PLAIN = [
+WITH_CONFIG = [
     "--seed -1",
     "--balance even",
     "--batch-size 0",
@@ -120,7 +120,7 @@ NOT_PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("words", NOT_PLAIN)
+@pytest.mark.parametrize("words", WITH_CONFIG)
 def test_other_runs_are_read_with_the_config_of_training(words, lengths):
     """It has the messages for values that cannot be used, and knows all flags and data."""
     given = {"config": [], "tokenizer": None}

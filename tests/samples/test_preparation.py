@@ -48,7 +48,7 @@ def of_tokenizer(folder):
 def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
     def prepared(**settings):
         tokenizer = build_tokenizer()
-        rows = prepare_rows(data, tokenizer, config(tmp_path, **settings))
+        rows, _ = prepare_rows(data, tokenizer, config(tmp_path, **settings))
         return what(rows, tokenizer)
 
     settings = settings(tmp_path)

@@ -33,6 +33,8 @@ RANGES = {
     "learning_rate": (0, sys.float_info.max),
     "dataloader_num_workers": (0, inf),
     "dataset_num_proc": (1, inf),
+    "seed": (0, inf),
+    "data_seed": (0, inf),
 }
 ZERO3 = Path(__file__).with_name("zero3.json")
 # Flags that override the config file of a run where its packs are only planned, without a GPU and without DeepSpeed or

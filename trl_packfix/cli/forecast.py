@@ -2,7 +2,7 @@
 
 `show_plan` runs the command, in this order:
 
-    1. Read the settings of the run, and the documents of DATA (`tokens.py`).
+    1. Read the settings of the run, and the documents of DATA (`dry_run.py`).
     2. For each max_length, strategy and number of ranks, plan the packs of the first epoch, and count what they cost: a
        `Forecast`.
     3. Recommend one max_length.
@@ -25,19 +25,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..data.documents import Documents
-from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader
-from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.costs import CostModel
 from ..planning.parallel import possible_degrees
 from ..planning.units import Balance, Synchronisation
 from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEY_COLUMNS, Column
 from ..reporting.numbers import MAX_LOST_SHARE
 from ..reporting.report import PackingReport
-from ..training.plain_settings import PlainSettings
-from ..training.planner import documents_of, make_planner
-from .plain_run import read_plain_run
+from ..training.planner import documents_of
+from ..training.planning_settings import PlanningSettings
+from .dry_run import DryRun, planner_for, read_run_with_configs, read_run_without_model
 
 if TYPE_CHECKING:  # these import TRL, which takes seconds, and a plan of lengths needs none of them
     from ..training.config import SFTConfig
@@ -45,8 +43,6 @@ if TYPE_CHECKING:  # these import TRL, which takes seconds, and a plan of length
     from .memory import PredictedMemory
 
 FORWARD_AND_BACKWARD = 3  # FLOPs of a forward and a backward pass, as a multiple of the FLOPs of a forward pass
-# The most micro-batches of an optimizer step, over all ranks. No cluster has so many, and their plan needs 0.1 GB.
-MAX_MICRO_BATCHES = 2**20
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
 
 def make_forecasts(
     reader: RowReader,
-    configs: "Sequence[SFTConfig | PlainSettings]",
+    configs: "Sequence[SFTConfig | PlanningSettings]",
     world_sizes: Sequence[int],
     *,
     cost_model: CostModel,
@@ -141,33 +137,6 @@ def make_forecasts(
             seconds /= 1 - (report.groups.exchange_share or 0)
             tokens = report.num_tokens - report.tokens_not_reached
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
-
-
-def planner_for(
-    documents: Documents, config: "SFTConfig | PlainSettings", world_size: int, **settings: Any
-) -> EpochPlanner:
-    """Return the planner of a run with this config.
-
-    Args:
-        settings: further arguments of `make_planner`.
-
-    Raises:
-        ValueError: settings contradict each other, or a step has too many micro-batches.
-    """
-    if documents.image_count is not None:
-        from ..training.choices import RunSettings
-        from ..training.conflicts import refuse_conflicts
-
-        assert not isinstance(config, PlainSettings), "lengths have no images"
-        refuse_conflicts(RunSettings(args=config, columns=("images",)))
-    num_micro_batches = world_size * config.gradient_accumulation_steps
-    if num_micro_batches > MAX_MICRO_BATCHES:
-        raise ValueError(
-            f"`--world-size {world_size}` and `--accumulation {config.gradient_accumulation_steps}` were given. A plan "
-            f"has a place for each of the {num_micro_batches:,} micro-batches of a step, at most "
-            f"{MAX_MICRO_BATCHES:,}. Set them to what you will train with."
-        )
-    return make_planner(config, documents, world_size=world_size, **settings)
 
 
 def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tuple[Forecast, list[str]]:
@@ -253,17 +222,15 @@ def show_plan(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no width, and its lines must not be wrapped
-    plain = read_plain_run(args)
-    if plain is not None:
-        lengths = args.max_length or ([plain.settings.max_length] if plain.has_max_length else [])
-        longest = int(plain.rows.lengths.max(initial=1))
-        configs = [
-            replace(plain.settings, max_length=length, packing_strategy=strategy)
-            for length, strategy in product(
-                lengths or candidate_lengths(longest), args.strategy or [plain.settings.packing_strategy]
-            )
-        ]
-        return _compare(args, plain.rows, configs, cost_model=LLAMA_7B, console=console)
+    dry_run = read_run_without_model(args)
+    if dry_run is not None:
+        settings = dry_run.settings
+        assert isinstance(settings, PlanningSettings)
+        lengths = args.max_length or ([settings.max_length] if dry_run.has_max_length else [])
+        lengths = lengths or candidate_lengths(int(dry_run.reader.lengths.max(initial=1)))
+        choices = product(lengths, args.strategy or [settings.packing_strategy])
+        configs = [replace(settings, max_length=length, packing_strategy=strategy) for length, strategy in choices]
+        return _compare(args, dry_run, configs, console=console)
 
     from . import memory
     from .configs import read_run
@@ -294,7 +261,7 @@ def _plan_run(args: argparse.Namespace, run: "RunConfigs", lengths: list[int], *
         lengths: the values of `max_length` to compare; []: candidates by the longest document.
     """
     from ..training.config import with_settings
-    from .tokens import load_model_config, make_costs, read_documents
+    from .tokens import load_model_config
 
     # 1. Check the settings before documents are tokenised, which takes long.
     model_config = load_model_config(run)
@@ -314,48 +281,42 @@ def _plan_run(args: argparse.Namespace, run: "RunConfigs", lengths: list[int], *
     configs_of(lengths or candidate_lengths(1, positions))
 
     # 2. Read the documents, and compare the lengths on them.
-    reader = read_documents(run, args.tokenizer)
-    cost_model = make_costs(model_config, reader)
-    longest = int(reader.lengths.max(initial=1))
+    dry_run = read_run_with_configs(run, model_config, args.tokenizer)
+    longest = int(dry_run.reader.lengths.max(initial=1))
     limits = [] if positions is None else [positions]
     tokens_per_rank = run.training.tokens_per_rank
     if tokens_per_rank is not None:
         # Each number of ranks must be able to train a document of `max_length`.
         for world_size in args.world_size:
-            degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=cost_model.heads)
+            degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=dry_run.cost_model.heads)
             limits.append(tokens_per_rank * degrees[-1])
     configs = configs_of(lengths or candidate_lengths(longest, min(limits, default=None)))
-    memory_run = None if args.memory is None else run
-    settings: dict[str, Any] = {"cost_model": cost_model, "console": console, "memory_run": memory_run}
-    return _compare(args, reader, configs, positions=positions, **settings)
+    return _compare(args, dry_run, configs, positions=positions, console=console)
 
 
 def _compare(
     args: argparse.Namespace,
-    reader: RowReader,
-    configs: "Sequence[SFTConfig | PlainSettings]",
+    dry_run: DryRun,
+    configs: "Sequence[SFTConfig | PlanningSettings]",
     *,
-    cost_model: CostModel,
     console: Console,
     positions: int | None = None,
-    memory_run: "RunConfigs | None" = None,
 ) -> int:
     """Forecast training with each config, recommend a length, and print both; return the exit code.
 
     Args:
         positions: the most tokens of a document that the model can read; None if it is not known.
-        memory_run: the run whose memory is predicted; None without `--memory`.
     """
     # 1. Forecast training.
     forecasts = make_forecasts(
-        reader,
+        dry_run.reader,
         configs,
         args.world_size,
-        cost_model=cost_model,
+        cost_model=dry_run.cost_model,
         synchronisation=args.synchronisation,
         tflops=args.tflops,
     )
-    description = f"planning {len(reader):,} rows"
+    description = f"planning {len(dry_run.reader):,} rows"
     total = len(configs) * len(args.world_size)
     plans = list(track(forecasts, description, total, console=Console(stderr=True), transient=True))
 
@@ -364,11 +325,13 @@ def _compare(
     best_length = pick.report.max_length
     predicted = None
     memory_text = "On how many GPUs it fits: give `--model` and `--memory GIB`."
-    if memory_run is not None:
+    if args.memory is not None:
         from . import memory
 
+        assert dry_run.configs is not None, "with `--memory` they are read"
+
         num_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        predicted = memory.predict_memory_of_run(args, memory_run, num_documents, max_length=best_length)
+        predicted = memory.predict_memory_of_run(args, dry_run.configs, num_documents, max_length=best_length)
         memory_text = predicted.verdict
 
     # 3. Print the result.

@@ -11,8 +11,6 @@ from . import flags
 from .flags import Subparsers
 
 if TYPE_CHECKING:
-    from ..data.epochs import EpochPlanner
-    from ..data.reader import RowReader
     from .configs import RunConfigs
 
 EXAMPLES = """\
@@ -78,9 +76,15 @@ def run(args: argparse.Namespace) -> int:
     from ..reporting.build import make_report
     from ..reporting.packs import LEGEND, first_packs, pack_text
     from ..reporting.terminal_picture import draw_plan
+    from ..training.planner import documents_of
+    from .dry_run import planner_for, read_dry_run
     from .lengths import LengthRows
 
-    planner, reader, run = _plan(args)
+    dry_run = read_dry_run(args)
+    reader = dry_run.reader
+    run = dry_run.configs
+    documents = documents_of(reader, dry_run.settings)
+    planner = planner_for(documents, dry_run.settings, args.world_size, cost_model=dry_run.cost_model)
     packs = first_packs(planner, reader, args.packs)
     if isinstance(reader, LengthRows):
         packs = [pack.without_tokens() for pack in packs]
@@ -124,26 +128,6 @@ def _picture_path(given: str) -> Path:
     if path.is_dir():
         return path / "packs.png"
     return path if path.suffix else path.with_suffix(".png")  # matplotlib would add it too, but the path is printed
-
-
-def _plan(args: argparse.Namespace) -> "tuple[EpochPlanner, RowReader, RunConfigs | None]":
-    """Return the planner of a run, the reader of its rows, and its configs; None in their place for plain lengths."""
-    from ..planning.costs import LLAMA_7B
-    from ..training.planner import documents_of
-    from .forecast import planner_for
-    from .plain_run import read_plain_run
-
-    plain = read_plain_run(args)
-    if plain is not None:
-        documents = documents_of(plain.rows, plain.settings)
-        return planner_for(documents, plain.settings, args.world_size, cost_model=LLAMA_7B), plain.rows, None
-    from .configs import read_run
-    from .tokens import load_model_config, make_costs, read_documents
-
-    run = read_run(args)
-    reader = read_documents(run, args.tokenizer)
-    costs = make_costs(load_model_config(run), reader)
-    return planner_for(documents_of(reader, run.training), run.training, args.world_size, cost_model=costs), reader, run
 
 
 def _print_losses(run: "RunConfigs", tokenizer: str) -> None:

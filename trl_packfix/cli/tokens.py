@@ -25,14 +25,12 @@ from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_id_range
 from ..data.documents import Ledger, make_documents
 from ..data.image_rows import ImageRows
-from ..data.model_costs import make_cost_model, with_tower
 from ..data.reader import RowReader, TokenReader, mask_columns, without_ignored_mask
 from ..feature import features_of
-from ..planning.costs import CostModel
 from ..samples.checks import IMAGES, check_conversations, has_images
 from ..samples.make_samples import without_bad_rows
 from ..samples.named_images import with_named_images
-from ..samples.row import BAD_ROW_COLUMN, HashedMapFunction
+from ..samples.row import BAD_ROW_COLUMN, HashedMapFunction, PerTurnCounts
 from ..training.config import SFTConfig
 from ..training.preparation import prepare_images, prepare_rows
 from .configs import RunConfigs
@@ -50,8 +48,13 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig) -> Dataset:
+def tokenise(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig
+) -> tuple[Dataset, PerTurnCounts | None]:
     """Return `input_ids` and `labels` of every row, as `SFTTrainer` makes them. No row is cut, dropped or shuffled.
+
+    With `per_turn`, the second value counts the conversations, and the turns of which the rows are made; else it is
+    None.
 
     `datasets` caches the result, also for a training run with equal tokenizer and settings. If the dataset is tokenised
     already, `labels` are made from its masks of trained tokens. Bad rows have no tokens, and a column with the reason.
@@ -64,8 +67,9 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config
     """
     if config.per_turn:
         check_conversations(dataset, "train")
+    turns = None
     if tokenizer is not None:
-        dataset = prepare_rows(dataset, tokenizer, config)
+        dataset, turns = prepare_rows(dataset, tokenizer, config)
     elif "input_ids" not in dataset.column_names:
         raise ValueError(
             f"The dataset of {len(dataset)} rows has the columns {dataset.column_names}, and no tokenizer was "
@@ -86,7 +90,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config
             desc=f"Building labels of {' and '.join(masks)}",
         )
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
-    return dataset.select_columns([name for name in names if name in dataset.column_names])
+    return dataset.select_columns([name for name in names if name in dataset.column_names]), turns
 
 
 def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
@@ -133,6 +137,7 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
     lengths = []  # of files of lengths
     text_tables = []  # tokenised
     image_tables = []
+    turn_counts = None
     for name in run.parts:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):
@@ -160,7 +165,10 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
             continue
         loaded_tokenizer = None if model is None else load_tokenizer(model, config.trust_remote_code)
         with in_utf8(name):
-            text_tables.append(tokenise(rows, loaded_tokenizer, config))
+            table, turns = tokenise(rows, loaded_tokenizer, config)
+        text_tables.append(table)
+        if turns is not None:
+            turn_counts = turns if turn_counts is None else turn_counts + turns
     num_tables = len(text_tables) + len(image_tables)
     if lengths and num_tables:
         raise ValueError(
@@ -177,7 +185,9 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
         )
     if image_tables:
         return measure_images(concatenate_tables(image_tables), model, config)
-    return TokenReader(concatenate_tables(text_tables))
+    reader = TokenReader(concatenate_tables(text_tables))
+    reader.turns = turn_counts
+    return reader
 
 
 def load_part(run: RunConfigs, name: str) -> Dataset:
@@ -222,16 +232,9 @@ def load_model_config(run: RunConfigs) -> PreTrainedConfig | None:
     if name is None:
         return None
     with setting_named(f"--model {name}", MODEL_HELP):
-        return AutoConfig.from_pretrained(name, trust_remote_code=run.training.trust_remote_code)
-
-
-def make_costs(model_config: PreTrainedConfig | None, reader: RowReader) -> CostModel:
-    """Return the cost model of a model config, with the costs of images if the documents have images.
-
-    Without a config it is the cost model of a Llama with 7B parameters.
-    """
-    costs = make_cost_model(model_config)
-    return costs if reader.image_counts is None else with_tower(costs, model_config)
+        return AutoConfig.from_pretrained(
+            name, revision=run.model.model_revision, trust_remote_code=run.training.trust_remote_code
+        )
 
 
 def save_tokens(
@@ -245,7 +248,7 @@ def save_tokens(
     tables = []
     for name, part in zip(run.parts, parts, strict=True):
         with in_utf8(name):
-            tables.append(tokenise(part, tokenizer, run.training))
+            tables.append(tokenise(part, tokenizer, run.training)[0])
     table = concatenate_datasets([without_bad_rows(part) for part in tables])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
     table.save_to_disk(output, num_proc=run.training.dataset_num_proc)

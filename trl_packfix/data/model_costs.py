@@ -18,7 +18,7 @@ import copy
 import logging
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from transformers import (
 from transformers.modeling_utils import set_zero3_state
 
 from ..planning.costs import LLAMA_7B, CostModel, ScanCosts, TowerCosts, tower_costs_of, with_pairs_of, with_scans
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 DELTA_CHUNK = 64  # number of tokens of a chunk in the kernels of flash-linear-attention
 
@@ -92,7 +95,12 @@ def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None
 
 
 def with_tower(
-    costs: CostModel, config: Any, model_class: type[PreTrainedModel] | None = None, *, is_trained: bool = True
+    costs: CostModel,
+    config: Any,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    is_trained: bool = True,
+    lora: "LoraConfig | None" = None,
 ) -> CostModel:
     """Add the costs of images in the vision tower to a cost model.
 
@@ -103,6 +111,7 @@ def with_tower(
         config: the config of the whole model.
         model_class: class of the whole model, if transformers has none for the config.
         is_trained: whether the tower has a trained weight. Otherwise it has no backward pass, and costs a third.
+        lora: the adapters, if only they are trained. Then the tower is trained if it gets any.
 
     Returns:
         The cost model with the costs of the tower; `costs` if the model has no tower or it cannot be counted.
@@ -111,7 +120,8 @@ def with_tower(
     if image_model_class is None or getattr(config, "vision_config", None) is None:
         return costs
     try:
-        tower = vision_tower(build_on_meta(image_model_class, config))
+        model = build_on_meta(image_model_class, config)
+        tower = vision_tower(model)
         if tower is None:
             return costs
         # A parameter is applied to each patch. A merger joins squares of patches, and its parameters are applied to
@@ -123,6 +133,11 @@ def with_tower(
                 size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
                 parameters_per_patch += size / patches_per_square if "merger" in name else size
         tower_costs = tower_costs_of(tower.config, 2 * parameters_per_patch)
+        if lora is not None:
+            from peft import get_peft_model
+
+            get_peft_model(model, lora, low_cpu_mem_usage=True)  # on the meta device, too
+            is_trained = any(parameter.requires_grad for parameter in tower.parameters())
         if not is_trained:
             tower_costs = TowerCosts(tower_costs.per_value / 3, tower_costs.per_pair / 3)
         return replace(costs, tower=tower_costs)

@@ -90,6 +90,7 @@ def make_report(
         prefixes=packing.feature.report_section(planner),
         shared=shared,
         images=ImageNumbers.of_table(planner),
+        turns=reader.turns,
         ledger=documents.ledger,
         newer_libraries=libraries_newer_than_tested(),
         lengths=LengthHistogram.from_lengths(uncut_lengths),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from . import texts
 from .conversation import Tokenizer
 from .row import MAX_ROWS_NAMED
-from .turns import TurnSettings
+from .turns import TurnSettings, trains_only_completions
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def what_is_trained(args: TurnSettings, dataset: object) -> str:
         return "assistant turns (`assistant_only_loss`)"
     if {"labels", "completion_mask", "assistant_masks"} & {*columns}:
         return "the labels of the rows"
-    if "prompt" in columns and "completion" in columns and args.completion_only_loss is not False:
+    if "prompt" in columns and "completion" in columns and trains_only_completions(args):
         return "completions (`completion_only_loss`)"
     if has_conversations(dataset):
         return "every token; `assistant_only_loss=True` trains those of the assistant"

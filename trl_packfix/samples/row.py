@@ -11,9 +11,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from operator import add
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NoReturn
@@ -43,6 +44,10 @@ class PerTurnCounts:
     without_turn: int  # conversations without an assistant turn: each is one document without a trained token
     bad: int  # turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`)
     left_out: int = 0  # assistant turns that are not trained (`message_train_key`, `assistant_turns`)
+
+    def __add__(self, other: "PerTurnCounts") -> "PerTurnCounts":
+        """Return the counts of two tables together."""
+        return PerTurnCounts(*map(add, astuple(self), astuple(other)))
 
     def line(self) -> str:
         """Return the counts as one line for the user.

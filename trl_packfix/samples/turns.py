@@ -57,6 +57,14 @@ class TurnSettings(Protocol):
     def process_index(self) -> int: ...
 
 
+def trains_only_completions(args: TurnSettings) -> bool:
+    """Return whether only the completion is trained in rows of a training set that have a prompt and a completion.
+
+    The columns of each row decide whether it has them. TRL would decide for all rows by the first row.
+    """
+    return args.completion_only_loss is not False
+
+
 class TurnSelection(NamedTuple):
     """A conversation and its trained turns."""
 

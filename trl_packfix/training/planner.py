@@ -18,13 +18,15 @@ from ..planning.costs import CostModel
 from ..planning.packing import CONFIG_NAMES, Packing
 from ..planning.parallel import Speeds
 from ..planning.strategies import STRATEGIES
-from .plain_settings import PlainSettings
+from .planning_settings import PlanningSettings
 
 if TYPE_CHECKING:  # it imports TRL, without which the command line plans files of lengths
     from .config import SFTConfig
 
 
-def packing_of(config: "SFTConfig | PlainSettings", cost_model: CostModel, world_size: int, **settings: Any) -> Packing:
+def packing_of(
+    config: "SFTConfig | PlanningSettings", cost_model: CostModel, world_size: int, **settings: Any
+) -> Packing:
     """Return the settings by which a run packs documents.
 
     Args:
@@ -51,7 +53,7 @@ def packing_of(config: "SFTConfig | PlainSettings", cost_model: CostModel, world
     return Packing(**settings)
 
 
-def documents_of(reader: RowReader, config: "SFTConfig | PlainSettings") -> Documents:
+def documents_of(reader: RowReader, config: "SFTConfig | PlanningSettings") -> Documents:
     """Return the documents of a table, from the cache of an earlier run if there is one."""
     return cached_documents(
         reader,
@@ -64,7 +66,7 @@ def documents_of(reader: RowReader, config: "SFTConfig | PlainSettings") -> Docu
 
 
 def make_planner(
-    config: "SFTConfig | PlainSettings",
+    config: "SFTConfig | PlanningSettings",
     documents: Documents,
     cost_model: CostModel,
     *,

@@ -22,7 +22,8 @@ from ..samples.images import masking_collator
 from ..samples.make_samples import make_samples
 from ..samples.named_images import with_named_images
 from ..samples.rendering import FormattingFunction, Rendering
-from ..samples.turns import TurnRule
+from ..samples.row import PerTurnCounts
+from ..samples.turns import TurnRule, trains_only_completions
 from .checks import check_datasets
 from .choices import RunSettings
 from .config import SFTConfig, adopt_args
@@ -30,7 +31,7 @@ from .conflicts import refuse_conflicts
 from .images import measure_rows, row_processor
 
 
-def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Dataset:
+def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tuple[Dataset, PerTurnCounts | None]:
     """Tokenise the rows of a table as the trainer does. A table that is already tokenised is only checked.
 
     Args:
@@ -40,18 +41,24 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
 
     Returns:
         A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised has no tokens, and the
-        reason in the column `BAD_ROW_COLUMN`.
+        reason in the column `BAD_ROW_COLUMN`. And how many conversations were read and how many samples their turns
+        became; None without `per_turn`, or if the table is tokenised.
     """
-    completion_only = _check_and_set_up(dataset, processing_class, args)
+    _check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         check_tokenised(dataset, "train", max(len(tokenizer), tokenizer.vocab_size), packing=True)
-        return dataset
-    rows = make_samples(
-        dataset, "train", args, tokenizer=processing_class, completion_only_loss=completion_only, marks=True
-    ).rows
-    assert isinstance(rows, Dataset)
-    return rows
+        return dataset, None
+    prepared = make_samples(
+        dataset,
+        "train",
+        args,
+        tokenizer=processing_class,
+        completion_only_loss=trains_only_completions(args),
+        marks=True,
+    )
+    assert isinstance(prepared.rows, Dataset)
+    return prepared.rows, prepared.turns
 
 
 def check_data(
@@ -111,7 +118,11 @@ def rendering_of(
 
 def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
     """Return the reader of a table of rows with images, which are measured as the trainer does."""
-    completion_only = _check_and_set_up(dataset, processor, args)
+    _check_and_set_up(dataset, processor, args)
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        # Like TRL, train only the completions of a dataset of prompts and completions
+        completion_only = {"prompt", "completion"} <= {*dataset.column_names}
     collate = DataCollatorForVisionLanguageModeling(
         processor=processor, completion_only_loss=completion_only, dataset_text_field=args.dataset_text_field
     )
@@ -120,21 +131,13 @@ def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRo
     return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
 
 
-def _check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
-    """Refuse what a trainer refuses, and set the tokenizer up as TRL does.
-
-    Returns:
-        Whether only completions are trained.
-    """
+def _check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -> None:
+    """Refuse what a trainer refuses, and set the tokenizer up as TRL does."""
     # First refuse settings that cannot be combined, and datasets that cannot be used
     refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
     check_datasets(args, dataset, None, is_formatted=False)
     # Then set EOS, chat template and pad token
     _set_up(processing_class, args)
-    if args.completion_only_loss is not None:
-        return args.completion_only_loss
-    # Like TRL, train only the completions of a dataset of prompts and completions
-    return {"prompt", "completion"} <= {*dataset.column_names}
 
 
 def _set_up(processing_class: Any, args: SFTConfig) -> None:

@@ -87,6 +87,7 @@ class TableSource(Source):
         # turns have the weight and the source of their conversation. Rows without images were split before.
         self.row_values = self.row_values.select(self.reader.conversations)
         self._data.turn_counts = self.reader.turns or self._data.turn_counts
+        self.reader.turns = self._data.turn_counts  # the report reads them
         with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
             self.documents = documents_of(self.reader, args)
         check_same_documents(self.documents, "The training set", args.world_size)
@@ -118,7 +119,7 @@ class TableSource(Source):
             if self.args.process_index == 0:
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self._data.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
-            report = replace(broadcast_object_list(reports)[0], turns=self._data.turn_counts, max_steps=max_steps)
+            report = replace(broadcast_object_list(reports)[0], max_steps=max_steps)
         sampler = PackedBatchSampler(planner, self._data.ranks.rank)
         collate = self._data.training_collator(self._data.value_columns)
         return self._data.make_loader(self._document_dataset(), sampler, collate), report

@@ -71,7 +71,7 @@ from ..samples.checks import check_rows, has_transform, without_format
 from ..samples.images import count_turns_of_images, masking_collator
 from ..samples.make_samples import make_samples
 from ..samples.named_images import with_named_images
-from ..samples.turns import TurnRule
+from ..samples.turns import TurnRule, trains_only_completions
 from . import checks
 from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients
 from .compiled_layers import CompileLayers
@@ -283,16 +283,13 @@ class SFTTrainer(trl.SFTTrainer):
 
         # Other rows are tokenised here. TRL refuses a dataset with a transform, so it gets the dataset as it is.
         if not is_tokenised and not has_transform(dataset):
-            completion_only_loss = self.completion_only_loss
-            if is_training_set and args.completion_only_loss is None:
-                # In each row that has a completion, train only the completion. TRL decides by the first row alone.
-                completion_only_loss = True
+            only_completions = trains_only_completions(args) if is_training_set else self.completion_only_loss
             prepared = make_samples(
                 dataset,
                 dataset_name,
                 args,
                 tokenizer=processing_class,
-                completion_only_loss=completion_only_loss,
+                completion_only_loss=only_completions,
                 formatting_func=formatting_func,
                 # With packing, dropped training rows stay as documents without tokens, so that they are counted.
                 marks=packing and is_training_set,

@@ -1,0 +1,201 @@
+"""Read what a training run would plan its packs from, without a trainer: its settings, its documents, their costs.
+
+`plan` and `show` call this module. Documents, planner and costs come from the functions that the trainer calls:
+`documents_of` and `make_planner` (`training/planner.py`), `make_cost_model` and `with_tower` (`data/model_costs.py`).
+A *document* is one training example; a *pack* is the documents that the model reads together.
+
+A `DryRun` is read in one of two ways. `read_run_without_model` reads lengths or tokens, with flags that only planning
+reads, within a second. Every other run is read by `read_run` (`configs.py`) and then `read_run_with_configs`, which
+import the config classes of TRL, and this takes seconds.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from datasets import Dataset
+
+from ..data.dataset_checks import check_id_range
+from ..data.documents import Documents, Overlong
+from ..data.epochs import EpochPlanner
+from ..data.reader import RowReader, TokenReader
+from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.strategies import STRATEGIES
+from ..planning.units import Balance
+from ..training.planner import make_planner
+from ..training.planning_settings import PlanningSettings
+from .flags import SHORT_FLAGS
+from .lengths import LengthRows, read_lengths
+from .sources import check_path, in_utf8, load_local
+
+if TYPE_CHECKING:  # these import TRL
+    from transformers import PreTrainedConfig
+
+    from ..training.config import SFTConfig
+    from .configs import RunConfigs
+
+TOKEN_COLUMNS = {"input_ids", "labels", "seq_lengths"}  # the columns of a table that `prepare` writes
+NUMBERS = ("max_length", "seed", "per_device_train_batch_size", "gradient_accumulation_steps")
+CHOICES = {"packing_strategy": [*STRATEGIES], "overlong": get_args(Overlong), "balance": get_args(Balance)}
+# The most micro-batches of an optimizer step, over all ranks. No cluster has so many, and their plan needs 0.1 GB.
+MAX_MICRO_BATCHES = 2**20
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the packs of a training run are planned from.
+
+    Attributes:
+        settings: the config of the run.
+        reader: the rows of its datasets, as one table.
+        cost_model: computes what a document costs.
+        has_max_length: whether the user has set `max_length`.
+        configs: all configs of the run; None if `settings` are all that was read.
+    """
+
+    settings: "SFTConfig | PlanningSettings"
+    reader: RowReader
+    cost_model: CostModel
+    has_max_length: bool
+    configs: "RunConfigs | None" = None
+
+
+def read_dry_run(args: argparse.Namespace) -> DryRun:
+    """Return the run of a command, whichever way it has to be read."""
+    dry_run = read_run_without_model(args)
+    if dry_run is not None:
+        return dry_run
+    from .configs import read_run
+    from .tokens import load_model_config
+
+    configs = read_run(args)
+    return read_run_with_configs(configs, load_model_config(configs), args.tokenizer)
+
+
+def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
+    """Return the run of a command; None if it has to be read with the config classes of TRL.
+
+    They read a run with a config file, a model, or other data than files of lengths or one table of tokens; a run with
+    flags that are not a number or a choice of planning; and a run with values that are refused, because they have the
+    messages.
+
+    Args:
+        args: the parsed flags of the command. Its `more_flags` are the flags of the run.
+    """
+    if args.config or args.tokenizer or getattr(args, "memory", None) is not None or getattr(args, "offload", False):
+        return None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("data", nargs="*")
+    for name in NUMBERS:
+        parser.add_argument(*_spellings(name), dest=name, type=int)
+    for name, choices in CHOICES.items():
+        parser.add_argument(*_spellings(name), dest=name, choices=choices)
+    try:
+        flags, unknown = parser.parse_known_args(args.more_flags)
+    except argparse.ArgumentError:
+        return None
+    values = {name: value for name, value in vars(flags).items() if name != "data" and value is not None}
+    if unknown or not flags.data or values.get("seed", 0) < 0:
+        return None
+    try:
+        settings = replace(PlanningSettings(), **values)
+        # `plan` has these two flags itself. It compares several values of them, all of which have to be good.
+        compared_lengths = getattr(args, "max_length", None) or [settings.max_length]
+        compared_strategies = getattr(args, "strategy", None) or [settings.packing_strategy]
+        for length, strategy in product(compared_lengths, compared_strategies):
+            replace(settings, max_length=length, packing_strategy=strategy)
+    except ValueError:
+        return None
+    reader = _read_lengths_or_tokens(flags.data)
+    if reader is None:
+        return None
+    for name in flags.data:
+        print(f"Reading {name}", file=sys.stderr)
+    return DryRun(settings, reader, LLAMA_7B, "max_length" in values)
+
+
+def read_run_with_configs(
+    configs: "RunConfigs", model_config: "PreTrainedConfig | None", tokenizer: str | None
+) -> DryRun:
+    """Read the documents of a run whose configs are known, and make its cost model.
+
+    Args:
+        configs: all configs of the run.
+        model_config: transformers' config of its model; None if it names no model.
+        tokenizer: the name or folder of the tokenizer; None for the tokenizer of the model.
+
+    Raises:
+        ValueError: the datasets cannot be read, or cannot be joined to one table.
+    """
+    from trl import get_peft_config
+
+    from ..data.model_costs import make_cost_model, with_tower
+    from .tokens import read_documents
+
+    reader = read_documents(configs, tokenizer)
+    costs = make_cost_model(model_config)
+    if reader.image_counts is not None:
+        costs = with_tower(costs, model_config, lora=get_peft_config(configs.model))
+    return DryRun(configs.training, reader, costs, "max_length" in configs.given, configs)
+
+
+def planner_for(
+    documents: Documents, config: "SFTConfig | PlanningSettings", world_size: int, **settings: Any
+) -> EpochPlanner:
+    """Return the planner of a run with this config.
+
+    Args:
+        documents: the documents of the run.
+        config: the config of the run.
+        world_size: the number of data-parallel ranks.
+        settings: further arguments of `make_planner`.
+
+    Raises:
+        ValueError: settings contradict each other, or a step has too many micro-batches.
+    """
+    if documents.image_count is not None:
+        from ..training.choices import RunSettings
+        from ..training.conflicts import refuse_conflicts
+
+        assert not isinstance(config, PlanningSettings), "lengths have no images"
+        refuse_conflicts(RunSettings(args=config, columns=("images",)))
+    num_micro_batches = world_size * config.gradient_accumulation_steps
+    if num_micro_batches > MAX_MICRO_BATCHES:
+        raise ValueError(
+            f"`--world-size {world_size}` and `--accumulation {config.gradient_accumulation_steps}` were given. A plan "
+            f"has a place for each of the {num_micro_batches:,} micro-batches of a step, at most "
+            f"{MAX_MICRO_BATCHES:,}. Set them to what you will train with."
+        )
+    return make_planner(config, documents, world_size=world_size, **settings)
+
+
+def _read_lengths_or_tokens(names: Sequence[str]) -> RowReader | None:
+    """Return the rows of files of lengths, or of one table of tokens without other columns; None for other data."""
+    lengths = []
+    for name in names:
+        with in_utf8(name):
+            lengths_in_file = read_lengths(Path(name))
+        if lengths_in_file is not None:
+            lengths.append(lengths_in_file)
+    if len(lengths) == len(names):
+        return LengthRows(np.concatenate(lengths))
+    if len(names) > 1:
+        return None
+    check_path(names[0])
+    table = load_local(names[0])
+    if not isinstance(table, Dataset) or not {"input_ids"} <= {*table.column_names} <= TOKEN_COLUMNS:
+        return None
+    check_id_range(table)
+    return TokenReader(table)
+
+
+def _spellings(field: str) -> list[str]:
+    """Return the flags that set a field: with underscores, with dashes, and the short one if there is one."""
+    flag = f"--{field}"
+    short_flags = [short for short, long in SHORT_FLAGS.items() if long == flag]
+    return list(dict.fromkeys([flag, flag.replace("_", "-"), *short_flags]))
