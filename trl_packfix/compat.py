@@ -45,6 +45,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -315,11 +316,22 @@ def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
         yield
 
 
-def count_compiled_graphs() -> int:
-    """Return how many graphs torch has compiled in this process."""
-    from torch._dynamo.utils import counters  # imports sympy
+def look_up_backend(backend: str | Callable[..., Any], mode: str | None) -> Callable[..., Callable[..., Any]]:
+    """Return the function with which torch compiles graphs for a backend and a mode of `torch.compile`.
 
-    return counters["stats"]["unique_graphs"]
+    A backend of one's own that calls another one looks it up by this function, as torch's page says. It gives inductor
+    the options of a mode, as `torch.compile` does, and other backends the mode's name. Can be removed when torch has a
+    function for both.
+    https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_custom_backends.html
+    """
+    from torch._dynamo import lookup_backend  # imports sympy
+
+    compile_graph = lookup_backend(backend)
+    if mode is None or mode == "default":
+        return compile_graph
+    if backend == "inductor":
+        return partial(compile_graph, config_patches=torch._inductor.list_mode_options(mode, dynamic=True))
+    return partial(compile_graph, mode=mode)
 
 
 def undo_compilation(module: nn.Module) -> None:

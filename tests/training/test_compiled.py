@@ -27,7 +27,7 @@ from trl_packfix.attention import choice, flash, varlen
 from trl_packfix.attention.forwards import CarryingCheckpoint
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.compat import compiles_layers_of_packs
+from trl_packfix.compat import compiles_layers_of_packs, look_up_backend
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.group import ALONE
 from trl_packfix.training import compiled_layers
@@ -101,11 +101,11 @@ def flash_on_cpu(monkeypatch):
         yield kernels
 
 
-def train(folder, adapters=None, compiles=True, **settings):
+def train(folder, adapters=None, compiles=True, model=None, **settings):
     """Return a run in fp64 that has ended, and its `CompiledCalls`."""
     torch.compiler.reset()
     counted = CompiledCalls()
-    model = build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)  # tracing takes seconds
+    model = model or build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)  # tracing takes seconds
     more = {"callbacks": [counted], "peft_config": adapters}
     compiled = {"torch_compile": True, "torch_compile_backend": counted.backend} if compiles else {}
     run = trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
@@ -151,7 +151,7 @@ def test_no_pack_is_compiled_anew_after_the_second(flash_on_cpu, tmp_path):
     run.packed_model.attach_packed_attention()
     graphs = []
     with compiles_layers_of_packs(True):
-        compile_layers(layers, run.args)
+        compile_layers(layers, counted.backend)
         for _ in range(200):
             documents = [{"input_ids": rng.integers(3, 250, n)} for n in rng.integers(2, 30, rng.integers(1, 5))]
             batch = PackedDataCollator()(documents)
@@ -174,6 +174,29 @@ def test_it_is_said_if_nothing_is_compiled(tmp_path, capsys):
     assert counted.calls == [0, 0, 0]
     assert run.packing_report.compiled == "0 of 1 layers compiled, 0 graphs"
     assert "torch_compile: 0 of 1 layers compiled, 0 graphs" in capsys.readouterr().out
+
+
+@compiles_inputs
+@pytest.mark.parametrize("part, checkpoints", [("", True), ("mlp.down_proj", False)])
+def test_a_layer_that_torch_runs_as_it_is_does_not_count(part, checkpoints, flash_on_cpu, tmp_path):
+    """The second of two layers cannot be traced, as a whole or in one module."""
+    model = build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
+    module = model.model.layers[1].get_submodule(part)
+    module.forward = torch.compiler.disable(module.forward)
+    run, counted = train(tmp_path, model=model, max_steps=2, gradient_checkpointing=checkpoints)
+    assert run.packing_report.compiled.startswith("1 of 2 layers compiled, ")
+    assert num_linear_layers(run) > counted.calls[1] >= num_linear_layers(run) / 2
+
+
+def test_graphs_are_compiled_with_the_options_of_a_mode():
+    def own(graph, example_inputs, mode):
+        return mode
+
+    assert look_up_backend("inductor", None) is look_up_backend("inductor", "default")
+    options = look_up_backend("inductor", "max-autotune").keywords
+    assert options == {"config_patches": torch._inductor.list_mode_options("max-autotune", dynamic=True)}
+    assert options["config_patches"]["max_autotune"]
+    assert look_up_backend(own, "fast")(None, []) == "fast"
 
 
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)

@@ -7,20 +7,25 @@ recomputation of a layer is in its graph.
 Layers are compiled after the first optimizer step. Before it, temporary hooks (`CheckAdapterGradients`) and the
 forwards of the proofs would make torch compile again, until it reaches its limit and compiles nothing more. For the
 same reason later proofs run uncompiled layers, and when training ends or fails, the trainer calls `CompileLayers.undo`.
+
+torch runs what it cannot compile as it is, without an error. So the weights that run in graphs are noted in the second
+step, the first with compiled layers, and the report says how many layers were compiled (`CountingBackend`).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention.models import backbone, base_model
-from ..compat import count_compiled_graphs, undo_compilation
-from .config import SFTConfig
+from ..compat import look_up_backend, undo_compilation
 from .trainer_view import TrainerView
 
 
@@ -50,13 +55,69 @@ def layers_uncompiled(args: TrainingArguments) -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext()
 
 
+class CountingBackend:
+    """A backend for `torch.compile` that compiles with another one, and counts the layers that run in its graphs.
+
+    The parameters that a graph uses are among the arguments with which torch calls it.
+
+    Args:
+        backend: the other backend, which gets a graph and examples of its inputs, and returns what runs it.
+        layers: the layers that are compiled.
+
+    Attributes:
+        num_graphs: how many graphs were compiled.
+    """
+
+    def __init__(self, backend: Callable[..., Callable[..., Any]], layers: list[nn.Module]):
+        self.num_graphs = 0
+        self._backend = backend
+        self._num_layers = len(layers)
+        # For each layer not known to be compiled, the names of its trained parameters that were in no graph yet. Other
+        # parameters may belong to adapters that are not in use, which run nowhere. Of a layer without any trained
+        # parameter one in a graph is enough.
+        self._missing = {layer: _trained_names(layer) for layer in layers}
+
+    def __call__(self, graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph, and return what runs it."""
+        self.num_graphs += 1
+        compiled = self._backend(graph, example_inputs)
+
+        def run(*inputs: Any) -> Any:
+            if self._missing:
+                self._note({id(value) for value in inputs})
+            return compiled(*inputs)
+
+        return run
+
+    def _note(self, inputs: set[int]) -> None:
+        """Note the weights of layers among the inputs of a graph, which are given by their ids."""
+        for layer, missing in [*self._missing.items()]:
+            # Read in each call, because FSDP has other parameters in a layer while it runs
+            found = {name for name, weight in layer.named_parameters() if id(weight) in inputs}
+            if found and found >= missing:
+                del self._missing[layer]
+            elif found:
+                self._missing[layer] = missing - found
+
+    def stop(self) -> int:
+        """Return how many layers had all of their trained weights in graphs, and note nothing more."""
+        num_compiled = self._num_layers - len(self._missing)
+        self._missing = {}
+        return num_compiled
+
+
+def _trained_names(layer: nn.Module) -> set[str]:
+    """Return the names of the trained parameters of a layer."""
+    return {name for name, weight in layer.named_parameters() if weight.requires_grad}
+
+
 class CompileLayers(TrainerCallback):
     """Compiles the decoder layers after the first optimizer step, and says after the second what torch compiled."""
 
     def __init__(self, trainer: TrainerView):
         self._trainer = trainer
         self._layers: list[nn.Module] = []
-        self._num_graphs_before = 0
+        self._backend: CountingBackend | None = None  # made with the compilation, after the first step
         self._is_done = False
 
     def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
@@ -68,20 +129,20 @@ class CompileLayers(TrainerCallback):
         if self._is_done:
             return
         trainer = self._trainer
-        if self._layers:  # the second step, which ran the compiled layers
+        if self._backend is not None:  # the second step, which ran the compiled layers
             self._is_done = True
-            self._say(count_compiled_graphs() - self._num_graphs_before)
+            self._say(self._backend.stop(), self._backend.num_graphs)
             return
         self._layers = decoder_layers(trainer.model)
         self._is_done = not self._layers
-        self._num_graphs_before = count_compiled_graphs()
-        compile_layers(self._layers, trainer.args)
+        compile_with = look_up_backend(trainer.args.torch_compile_backend, trainer.args.torch_compile_mode)
+        self._backend = CountingBackend(compile_with, self._layers)
+        compile_layers(self._layers, self._backend)
 
-    def _say(self, num_graphs: int) -> None:
+    def _say(self, num_compiled: int, num_graphs: int) -> None:
         """Print what torch compiled, and write it into the report."""
         trainer = self._trainer
         num_layers = len(self._layers)
-        num_compiled = num_layers if num_graphs else 0  # torch silently skips what it cannot compile
         text = f"{num_compiled} of {num_layers} layers compiled, {num_graphs} graph{'' if num_graphs == 1 else 's'}"
         trainer.accelerator.print(f"torch_compile: {text}")
         assert trainer.packing_report is not None  # made with the training loader
@@ -94,10 +155,11 @@ class CompileLayers(TrainerCallback):
         for layer in self._layers:
             undo_compilation(layer)
         self._layers = []
+        if self._backend is not None:
+            self._backend.stop()  # torch keeps the backend with its graphs, and the layers should be freed
 
 
-def compile_layers(layers: list[nn.Module], args: SFTConfig) -> None:
-    """Let torch compile each layer at its next call, for packs of any length."""
+def compile_layers(layers: list[nn.Module], backend: Callable[..., Callable[..., Any]]) -> None:
+    """Let torch compile each layer with a backend at its next call, for packs of any length."""
     for layer in layers:
-        # In place, so that names of parameters stay
-        layer.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode, dynamic=True)
+        layer.compile(backend=backend, dynamic=True)  # in place, so that names of parameters stay
