@@ -87,7 +87,7 @@ def judge_images(family: str) -> dict:
     model = build_model(family)
     model.set_attn_implementation("flash_attention_2")
     recorded()
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, images=make_examples(family, model))
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=make_examples(family, model).feature)
     report = packed.prove(model)
     found = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
     found |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}

@@ -45,7 +45,7 @@ REVIEWED = {
     """,
     "made by the function that changes it, and given to no one else": """
         cli/forecast.py console.width
-        data/image_collator.py vars(model)['config']
+        features/images/collator.py vars(model)['config']
         data/model_costs.py config._attn_implementation
         data/model_memory.py module.__dict__
         data/model_memory.py module.cast_input_dtype_enabled
@@ -54,7 +54,7 @@ REVIEWED = {
         reporting/pictures.py figure._repr_png_
         samples/data_proof.py leaf.holder[leaf.key]
         samples/marks.py leaf.holder[leaf.key]
-        samples/processor.py processor.image_processor
+        features/images/processor.py processor.image_processor
         samples/rendering.py conversation.arguments.pop
         samples/rendering.py conversation.arguments.setdefault
     """,

@@ -31,7 +31,7 @@ BELOW = {
     "features": {"planning", "attention", "samples", "data", "isolation", "reporting", "training"},
 }
 # What of a wing may be imported, where not all of it may
-NAMES = "collator image_examples rank_share".split()
+NAMES = "collator rank_share".split()
 ONLY = {("isolation", "data"): {f"data.{name}" for name in NAMES}}
 ANYONE = {"compat", "feature", "group", "layout", "version"}
 

@@ -735,8 +735,8 @@ def set_config_attention(config: Any, name: str) -> None:
     """Set the attention of one part of a model, by its config.
 
     `set_attn_implementation` of transformers takes the names of nested configs, and a vision tower may have several
-    parts that share none. `attention/tower_attention.py` sets it while a model is prepared for packs, and back. Can be
-    removed when transformers sets one module.
+    parts that share none. `features/images/tower_attention.py` sets it while a model is prepared for packs, and back.
+    Can be removed when transformers sets one module.
     """
     config._attn_implementation = name
 

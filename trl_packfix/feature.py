@@ -37,6 +37,7 @@ class Feature:
     """
 
     is_on = False
+    has_towers = False  # whether packs have inputs of parts of the model that read no text
     regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
     packs_text: ClassVar[str] = ""  # begins sentences on packs with the feature: "documents share prefixes"
     documents_text: ClassVar[str] = ""  # the documents of these packs: "documents that share prefixes"
@@ -45,6 +46,11 @@ class Feature:
     copied_bytes: int = 0  # bytes that attention on a device copies at most for the feature
     settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that say so, with their values
     needs_lookup: bool = False  # whether attention looks up the keys of documents, which only `packfix_varlen` does
+
+    @property
+    def plain(self) -> "Feature":
+        """The feature that all packs of the run have, with which this one is combined; it is proved first."""
+        return self
 
     # Hooks of data and planning
 
@@ -73,9 +79,10 @@ class Feature:
         """
         return collator
 
-    def in_evaluation(self, *, packs_images: bool, shares: bool) -> "Feature":
+    def in_evaluation(self, *, can_sort: bool, shares: bool) -> "Feature":
         """Return the feature in packs of an evaluation. Only a feature with plans of its own differs there.
 
+        `can_sort` is whether documents can be sorted by their tokens: to do so with images, all would be processed.
         `shares` is whether documents may share rows: the model is proved, and the loss can be computed.
         """
         return self
@@ -85,6 +92,10 @@ class Feature:
     def make_probe_class(self, probe_class: type[T]) -> type[T]:
         """Return the class of the probe that packs with the feature are proved with, from that of plain packs."""
         return probe_class
+
+    def make_unpacked_class(self, unpacked_class: type[T]) -> type[T]:
+        """Return the class of the hooks that run documents as rows of padded batches, from that of plain packs."""
+        return unpacked_class
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
         """Raise PackingLeakError, or warn that training goes on without the feature. Others cannot be left out."""
@@ -109,24 +120,26 @@ def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
     return any(value in field.regrouping for name, field in FIELDS.items() for value in changed.get(name, ()))
 
 
-def features_of(settings: Any) -> Feature:
+def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
     """Return the feature of a run whose `settings`, a config or another object, have the fields that belong to it.
+
+    It is combined with `plain`, which all packs of the run have because of the rows of the dataset.
 
     Raises:
         ValueError: a field switches a feature on, and its folder is missing.
     """
+    feature = plain
     for name, field in FIELDS.items():
         value = getattr(settings, name)
         folder = find_folder(field.feature)
         if folder is not None:
-            feature: Feature = folder.FEATURE(value)
-            return feature
-        if value != field.off:
+            feature = folder.FEATURE(value, feature)
+        elif value != field.off:
             raise ValueError(
                 f"`{name}={value!r}` was given, and this installation of trl_packfix is without its folder "
                 f"`features/{field.feature}`, which does it. Set `{name}={field.off!r}`, or install trl_packfix anew."
             )
-    return PLAIN
+    return feature
 
 
 def find_folder(name: str) -> ModuleType | None:

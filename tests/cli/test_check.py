@@ -61,7 +61,7 @@ def test_the_table_keeps_the_promise():
 def test_a_silent_leak_is_counted(monkeypatch):
     """Plant a probe that sees no image, and attention that does not raise on the masks of images."""
 
-    def blind(*args, images=None, **kwargs):
+    def blind(*args, feature=None, **kwargs):
         return PackedModel(*args, **kwargs | {"enforce_flash_attention": False})
 
     monkeypatch.setattr(sweeping, "PackedModel", blind)

@@ -16,17 +16,18 @@ class Reader:
 
     Args:
         seq_lengths: the lengths of the documents of each row; None if each row is one document.
-        images: the token behind the last image of each row; None without images.
+        undividable: the row that cannot be truncated.
         cuts: the places where rows are split, by row; None for a row that cannot be split.
     """
 
-    def __init__(self, rows, seq_lengths=None, bad=(), images=None, cuts=()):
+    def __init__(self, rows, seq_lengths=None, bad=(), undividable=None, cuts=None):
         self.rows = rows
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
         self.packed = seq_lengths
         self.bad = bad
-        self.image_stops = None if images is None else np.array(images)
-        self.cuts = dict(cuts)
+        self.undividable = undividable
+        self.cuts_anywhere = cuts is None
+        self.cuts = cuts
 
     def __len__(self):
         return len(self.rows)
@@ -46,6 +47,9 @@ class Reader:
 
     def image_arrays(self, row, start, stop):
         return {}
+
+    def drop_undividable(self, spans, max_length, *, needs_all_rows):
+        return spans.drop((spans.row == self.undividable) & ~np.array(needs_all_rows), "overlong")
 
     def find_cuts(self, row, max_length):
         return self.cuts[row]
@@ -175,9 +179,9 @@ def test_a_document_of_one_token_more_is_dropped_or_refused():
     assert len(make_documents(reader, 9, "raise")) == 4
 
 
-def test_a_row_with_images_is_split_at_the_places_of_its_reader():
+def test_a_row_is_split_at_the_places_of_its_reader():
     cuts = {1: [0, 3, 5], 2: None, 3: [0, 2, 6, 9]}
-    reader = Reader([trained(4), trained(5), trained(9), trained(9)], images=[4, 3, 9, 6], cuts=cuts.items())
+    reader = Reader([trained(4), trained(5), trained(9), trained(9)], cuts={0: None} | cuts)
     documents = make_documents(reader, 4, "split")
     assert spans_of(documents) == [(0, 0, 4), (1, 0, 3), (1, 3, 5), (3, 0, 2), (3, 2, 6), (3, 6, 9)]
     ledger = documents.ledger
@@ -186,15 +190,14 @@ def test_a_row_with_images_is_split_at_the_places_of_its_reader():
     assert ledger.fragments == 5
 
 
-def test_an_image_that_ends_behind_the_longest_is_not_cut():
-    reader = Reader([trained(9), trained(9), trained(3)], images=[4, 5, 0])
+def test_a_row_that_cannot_be_truncated_is_dropped():
+    reader = Reader([trained(9), trained(9), trained(3)], undividable=1)
     documents = make_documents(reader, 4)
     assert spans_of(documents) == [(0, 0, 4), (2, 0, 3)]
     assert documents.ledger.dropped == {"overlong": counts_of(1, 9, 8)}
-    with pytest.raises(ValueError, match=r"1 of 3 documents .* in rows 1 \(images up to token 5\)"):
-        make_documents(reader, 4, keep_untrained=True)
-    assert len(make_documents(Reader([trained(9)], images=[4]), 4, keep_untrained=True)) == 1
-    # Documents that are dropped are not looked at
+    assert len(make_documents(reader, 4, keep_untrained=True)) == 3
+    # Only truncation asks the reader
+    assert make_documents(reader, 4, "split").ledger.fragments == 6
     assert make_documents(reader, 4, "drop").row.tolist() == [2]
 
 

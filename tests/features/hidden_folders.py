@@ -1,6 +1,6 @@
 """Hide folders of features in forks of this process, and print as JSON what the core does without each of them.
 
-    python tests/features/hidden_folders.py FOLDER hybrids pack_forward prefixes
+    python tests/features/hidden_folders.py FOLDER hybrids images pack_forward prefixes
 
 The libraries are imported once, before the forks. The package is imported in each fork, behind a finder that does not
 find the hidden folder.
@@ -81,6 +81,13 @@ def facts_without(feature: str, folder: str) -> dict[str, Any]:
     if feature == "hybrids":
         facts["refusal"] = refusal(train, folder, "lfm2")
         facts["unpacked_steps"] = train(folder, "lfm2", packing=False)[0]
+    if feature == "images":
+        vision = import_module("support.vision")
+        facts["refusal"] = refusal(vision.make, folder, "llava", max_steps=2)
+        facts["refusal_of_turns"] = refusal(vision.make, folder, "llava", packing=False, assistant_only_loss=True)
+        unpacked = vision.make(folder, "llava", packing=False, max_steps=2)
+        unpacked.train()
+        facts["unpacked_steps"] = unpacked.state.global_step
     if feature == "pack_forward":
         facts["refusal"] = refusal(getattr, import_module("trl_packfix"), "pack_forward")
     if feature == "prefixes":

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from support.launch import PROCESS_SECONDS, ROOT, environment
 
-FEATURES = ("hybrids", "pack_forward", "prefixes")
+FEATURES = ("hybrids", "images", "pack_forward", "prefixes")
 REFUSALS = {
     "hybrids": "Lfm2ForCausalLM has layers that mix tokens by 1 function(s) beside attention (causal_conv1d_fn), and "
     "this installation of trl_packfix is without its folder `features/hybrids`",
+    "images": "A dataset with the column `images` was given, and this installation of trl_packfix is without its "
+    "folder `features/images`, which packs its rows. Set `packing=False`, or",
     "pack_forward": "`pack_forward` was imported, and this installation of trl_packfix is without its folder "
     "`features/pack_forward`",
     "prefixes": "`share_prefixes='pack'` was given, and this installation of trl_packfix is without its folder "
@@ -75,8 +77,17 @@ def test_what_needs_the_folder_is_refused(feature, found):
 
 
 @pytest.mark.processes
-def test_hybrid_models_train_unpacked_without_the_folder(found):
-    assert found["hybrids"]["unpacked_steps"] == 2
+@pytest.mark.parametrize("feature", ["hybrids", "images"])
+def test_models_train_unpacked_without_the_folder(feature, found):
+    assert found[feature]["unpacked_steps"] == 2
+
+
+@pytest.mark.processes
+def test_answers_behind_images_are_not_trained_alone_without_the_folder(found):
+    refusal = found["images"]["refusal_of_turns"]
+    assert refusal.startswith(
+        "`assistant_only_loss=True` was given with images, and this installation of trl_packfix is"
+    )
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """The probe judges numbers at, below and above its limits as it says. The numbers are set by hand, so no model runs."""
 
 from math import inf, nan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from trl_packfix.feature import PLAIN
 from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.check_isolation import ProbeMeasurement, check_packs, judge_probe, report_refusal
 from trl_packfix.isolation.isolation_report import IsolationReport
-from trl_packfix.isolation.probe import RunPair
+from trl_packfix.isolation.probe import Probe, RunPair
 from trl_packfix.isolation.probed_model import MAX_NOISE, CannotRun
 from trl_packfix.isolation.tracing import Leak
 
@@ -428,10 +429,11 @@ def test_whole_packs_of_one_rank_are_tested_by_default(monkeypatch):
     given = []
     monkeypatch.setattr(isolation, "check_packs", lambda *values, **more: given.append((values, more)))
     isolation.check_isolation("model")
-    isolation.check_isolation("model", 64, 2, images="images", user_attention="eager")
+    images = SimpleNamespace(feature="images")
+    isolation.check_isolation("model", 64, 2, images=images, user_attention="eager")
     assert given == [
-        (("model", None, 1), {"images": None, "user_attention": None, "farthest": None}),
-        (("model", 64, 2), {"images": "images", "user_attention": "eager", "farthest": 64}),
+        (("model", None, 1), {"feature": PLAIN, "user_attention": None, "farthest": None}),
+        (("model", 64, 2), {"feature": "images", "user_attention": "eager", "farthest": 64}),
     ]
 
 
@@ -450,19 +452,19 @@ def run_packs(monkeypatch):
     def run(probe, *judged, **settings):
         given = []
         probes = []
-        monkeypatch.setattr(isolation, "make_probe", lambda *values, **more: probes.append((values, more)) or probe)
+        feature = SimpleNamespace(make_probe_class=lambda of: lambda *values: probes.append((of, *values)) or probe)
         monkeypatch.setattr(
             isolation, "judge_probe", lambda *values, **more: given.append((values, more)) or judged[len(given) - 1]
         )
-        report = check_packs(None, 64, **settings)
-        assert probes == [((None, None, 1), {"user_attention": None, "feature": PLAIN})]
+        report = check_packs(None, 64, feature=feature, **settings)
+        assert probes == [(Probe, None, 1, None)]
         return report, given
 
     return run
 
 
 def test_a_report_has_the_larger_numbers_of_text_and_images(run_packs):
-    probe = ScriptedProbe(image_examples=lambda: "images")
+    probe = ScriptedProbe(has_further_examples=True, further_examples=lambda: "images")
     text = report_of(max_change=0.1, max_difference=0.4, tolerance=0.2, unreachable={"window": 5}, reach=300)
     images = report_of(max_change=0.3, max_difference=0.2, tolerance=0.1, reach=7)
     report, given = run_packs(probe, (text, None), (images, None), farthest=64)
@@ -475,7 +477,7 @@ def test_a_report_has_the_larger_numbers_of_text_and_images(run_packs):
 
 def test_images_are_not_tested_after_a_defect_of_text(run_packs):
     text = report_of()
-    assert run_packs(ScriptedProbe(image_examples=None), (text, "pair"))[0] is text
+    assert run_packs(ScriptedProbe(has_further_examples=True), (text, "pair"))[0] is text
     assert run_packs(ScriptedProbe(), (text, None))[0] is text
 
 

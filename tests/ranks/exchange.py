@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ import trl_packfix
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.feature import PLAIN
 from trl_packfix.group import ALONE, Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
-from trl_packfix.isolation.image_probe import ImageProbe
+from trl_packfix.isolation.probe import Probe
 from trl_packfix.layout import layout_of
 
 from . import faults
@@ -153,12 +151,19 @@ IMAGE_PROOFS = {
     "llava": [("cut_late", "images"), ("features_late", "images"), ("cut_late", "text")],
     "qwen3_vl": [(name, "images") for name in ("positions_of_the_first", "features_of_the_first", "other_images")],
 }
+
+
+def check_shared(model: Any, max_length: int, degree: int, images: Any) -> Any:
+    """Test packs whose documents share prefixes, with images."""
+    return check_packs(model, max_length, degree, feature=sharing(plain=images.feature))
+
+
 CHECKS: dict[str, Callable] = {
     "images": trl_packfix.check_isolation,
     "text": trl_packfix.check_isolation,
 }
 if SHARES:
-    CHECKS["shared"] = partial(check_packs, feature=sharing())
+    CHECKS["shared"] = check_shared
 
 
 def proofs(folder: Path) -> list:
@@ -182,12 +187,11 @@ def proofs(folder: Path) -> list:
     for family in IMAGE_PROOFS:
         model = vision.build_model(family)
         select_attention(model)
-        for name, feature in (("images", PLAIN), ("shared", sharing())) if SHARES else (("images", PLAIN),):
-            kind = feature.make_probe_class(ImageProbe)
+        for name, setting in (("images", "off"), ("shared", "pack")) if SHARES else (("images", "off"),):
             examples = make_examples(family, model)
             found[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
-            probe = kind(model, examples, degree=2)
-            ids = probe._make_batch(probe.image_examples()[0])["input_ids"][0]
+            probe = sharing(setting, examples.feature).make_probe_class(Probe)(model, degree=2)
+            ids = probe._make_batch(probe.further_examples()[0])["input_ids"][0]
             is_image = ids == probe.images.processor.image_token_id
             found["split", name, family] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())
     return on_all_ranks(found)

@@ -3,7 +3,6 @@
 `make faults` plants those of the table, behind the proofs; a few are planted in every run of the tests.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -12,22 +11,16 @@ import numpy as np
 import torch
 from support.faults import Fault, changed, together
 from support.features import PRESENT, module_of_tests
-from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
 
 from trl_packfix import compat
-from trl_packfix.attention import exchange, forwards, image_parts, varlen
+from trl_packfix.attention import exchange, varlen
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.image_parts import TowerDivision
 from trl_packfix.attention.packed_forward import running_forward
-from trl_packfix.data import image_collator, loaders, stream
+from trl_packfix.data import loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.group import Group, make_groups
-from trl_packfix.layout import ComparedContent, SharedRowsLayout
-from trl_packfix.samples import conversation
-from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.processor import RowProcessor
+from trl_packfix.layout import SharedRowsLayout
 from trl_packfix.training import objective, stream_source
 from trl_packfix.training.first_step import FirstStep
 from trl_packfix.training.groups import SamePackCheck
@@ -36,6 +29,7 @@ from trl_packfix.training.step_comparison import StepComparison
 from trl_packfix.training.totals import TrainingTotals
 
 OF_HYBRIDS = module_of_tests("hybrids", "faults")
+OF_IMAGES = module_of_tests("images", "faults")
 
 
 # Attention on parts of packs
@@ -80,53 +74,6 @@ if "prefixes" in PRESENT:
 GRADIENTS: dict[str, Fault] = {"gradients_lost": changed(exchange._AllToAll, "backward", gradients_of_one_rank_lost)}
 
 
-# Images on parts of packs
-
-
-def changed_inputs(change: Callable) -> Fault:
-    """Return a fault that changes what enters the decoder of an image-text model by `change(part, inputs, rows)`."""
-
-    def wrong(right, inputs, part_tokens, index):
-        part = right(inputs, part_tokens, index)
-        if part is inputs:
-            return part
-        return part | change(part, inputs, slice(index * part_tokens, (index + 1) * part_tokens))
-
-    return changed(forwards, "cut_to_part", wrong)
-
-
-def first_features(part, inputs, rows):
-    """Give every part the deepstack features of the images at the beginning of the pack."""
-    name = "deepstack_visual_embeds"
-    if part.get(name) is None:
-        return {}
-    return {name: [whole[: len(own)] for whole, own in zip(inputs[name], part[name], strict=True)]}
-
-
-def images_in_other_order(right, batch, group, **given):
-    """Put the images of a pack that ranks share in another order on odd ranks."""
-    if group.rank % 2 and "pixel_values" in batch:
-        batch["pixel_values"] = batch["pixel_values"].flip(0)
-    return right(batch, group, **given)
-
-
-IMAGES: dict[str, Fault] = {
-    "cut_late": changed_inputs(
-        lambda part, inputs, rows: {"inputs_embeds": inputs["inputs_embeds"].roll(-1, 1)[:, rows]}
-    ),
-    "positions_of_the_first": changed_inputs(
-        lambda part, inputs, rows: {"position_ids": inputs["position_ids"][..., : rows.stop - rows.start]}
-    ),
-    "features_of_the_first": changed_inputs(first_features),
-    "features_late": changed(
-        TowerDivision,
-        "exchanged",
-        lambda right, *given: tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(*given)),
-    ),
-    "other_images": changed(loaders, "cut_part", images_in_other_order),
-}
-
-
 # The loss, the counts and the documents
 
 
@@ -168,28 +115,6 @@ def each_row_once(right, layout, mask):
     return right(replace(layout, target_rows=rows, target_documents=documents, trained=trained), mask)
 
 
-def by_placeholder(right, process, documents):
-    """Compare images by their placeholder tokens."""
-    spans = [process.image_spans(document) for document in documents]
-    return [
-        ComparedContent(np.asarray(each["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
-        for each, of in zip(documents, spans, strict=True)
-    ]
-
-
-def in_order_of_documents(right, images, documents, runs, position_ids):
-    """Give each image once, but in the order of the documents, not of the rows."""
-    entries = right(images, documents, runs, position_ids)
-    wrong = right(images, documents, sorted(runs), position_ids)
-    return entries | {name: wrong[name] for name in images.layout.images if name in wrong}
-
-
-def images_of_last_turns(right, self, turn, processor):
-    made = right(self, turn, processor)
-    images = conversation._images(self.messages)
-    return made | {"images": images[len(images) - len(made["images"]) :]}
-
-
 class Begins(TrainerCallback):
     """A fault from the first step on, behind the proof of the model."""
 
@@ -208,16 +133,6 @@ BEHIND_PROOF: dict[str, Fault] = {
 }
 ONE: dict[str, Fault] = {
     "each_row_once": changed(SharedRowsLayout, "targets", each_row_once),
-    "compared_by_placeholder": changed(RowProcessor, "compare", by_placeholder),
-    # Of a document whose first images are shared, these again in place of the others
-    "first_images_again": changed(
-        image_collator,
-        "images_between",
-        lambda right, document, first, stop, num: right(document, 0, stop - first, num=num),
-    ),
-    "images_of_the_last_turn": changed(Conversation, "row_of_turn", images_of_last_turns),
-    "thoughts_kept": lambda: mock.patch("support.vision.stripping", lambda processor: processor),
-    "images_of_other_rows": changed(PackedImages, "__call__", in_order_of_documents),
 }
 
 unseen = changed(SamePackCheck, "compare_packs", lambda right, self, batches: None)
@@ -244,14 +159,17 @@ TRAINING: dict[str, Fault] = {
     "own_shards": changed(stream, "share_of_rank", shards_of_each_rank),
     # Ranks add the sums of sources as each has numbered them, and not by their names
     "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),
-    # The images of a pack get no gradients. The proof of a degree compares states only
-    "features_without_gradients": changed(image_parts, "exchange_pieces", lambda right, *given: right(*given).detach()),
     # Models that ranks divide
     "counted_twice": changed(
         TrainingTotals, "gather", lambda right, self, accelerator, copies: right(self, accelerator)
     ),
     "summed_twice": lambda: mock.patch.object(compat, "SUMMED_BY_RANKS", "no style"),
 }
+IMAGES: dict[str, Fault] = {}
+if OF_IMAGES is not None:
+    IMAGES |= OF_IMAGES.ON_PARTS
+    ONE |= OF_IMAGES.ONE
+    TRAINING |= OF_IMAGES.TRAINING
 ALL = ATTENTION | GRADIENTS | IMAGES | TRAINING | ONE
 if OF_HYBRIDS is not None:
     ALL |= OF_HYBRIDS.ON_PARTS | OF_HYBRIDS.ONE

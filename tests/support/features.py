@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.feature import FIELDS, Feature, features_of
+from trl_packfix.feature import FIELDS, PLAIN, Feature, features_of
 
 ROOT = Path(__file__).parents[2]
 PRESENT = frozenset(file.parent.name for file in (ROOT / "trl_packfix" / "features").glob("*/__init__.py"))
@@ -41,9 +41,9 @@ def marked(cases: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     return [pytest.param(name, marks=[*map(needs, features_in(cases[name]))]) for name in cases]
 
 
-def sharing(setting: str = "pack") -> Feature:
+def sharing(setting: str = "pack", plain: Feature = PLAIN) -> Feature:
     """Return the feature of a run with this `share_prefixes`. Without the folder only "off" has one."""
-    return features_of(SimpleNamespace(share_prefixes=setting))
+    return features_of(SimpleNamespace(share_prefixes=setting), plain)
 
 
 def sharing_collator(**given: Any) -> Any:

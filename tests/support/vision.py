@@ -8,13 +8,6 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
 from sweep.image_families import build_model as build_model
 from sweep.image_families import build_processor as build_processor
-from sweep.image_families import make_examples
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-
-from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import ImageRows
-from trl_packfix.samples.images import measure
-from trl_packfix.samples.processor import RowProcessor
 
 from .runs import trainer
 
@@ -127,17 +120,3 @@ def make(folder, family="qwen2_5_vl", dataset=ROWS, model=None, processor=None, 
     settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
     model = build_model(family) if model is None else model
     return trainer(folder, dataset, model, processing_class=processor or build_processor(family), **settings)
-
-
-def processor_of(family: str, **settings: Any) -> RowProcessor:
-    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family), **settings))
-
-
-def measured(family: str, dataset: Dataset, **settings: Any) -> ImageRows:
-    """Return the rows with images, measured by the processor of a family."""
-    process = processor_of(family, **settings)
-    return ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
-
-
-def examples_of(family: str) -> ImageExamples:
-    return make_examples(family, build_model(family))

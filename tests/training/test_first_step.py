@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
 from trl_packfix.attention import varlen
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.isolation import check_isolation
 from trl_packfix.isolation.probe import Probe
@@ -179,13 +178,6 @@ def found_by_end_tokens(right, self, documents, degree=1):
     return right(self, found, degree)
 
 
-def images_of_neighbours(right, self, *given):
-    entries = right(self, *given)
-    if "pixel_values" in entries:
-        entries["pixel_values"] = entries["pixel_values"].roll(1, self.layout.images["pixel_values"])
-    return entries
-
-
 def in_one_layer(right, bounds, num_tokens, calls=[]):  # noqa: B006 - counts
     calls.append(1)
     return [num_tokens] if len(calls) % 2 else right(bounds, num_tokens)
@@ -233,11 +225,6 @@ FAULTS = {
         {"dataset": rows((20, 13, 30, 25, 7, 29, 11, 300), end=True)},
         "the loss is",
     ),
-    "images of the neighbour": (
-        changed(PackedImages, "__call__", images_of_neighbours),
-        {"model": "llava"},
-        "the loss is",
-    ),
     "boundaries lost": (faults.BEHIND_PROOF["one_document"], {}, "gradients of"),
     "boundaries lost in one layer": (changed(varlen, "_lengths_between", in_one_layer), PLAIN, "gradients of"),
     "a boundary one late": (changed(varlen, "_lengths_between", one_late), {}, "the loss is"),
@@ -280,6 +267,8 @@ FAULTS = {
     "the loss in bf16": (of_values(lambda values: values.bfloat16().float()), {}, "the loss is"),
 }
 
+if faults.OF_IMAGES is not None:
+    FAULTS |= {name: (fault, {"model": "llava"}, "the loss is") for name, fault in faults.OF_IMAGES.FIRST_STEP.items()}
 
 # opt lays a mask on packs in older versions and is refused before the first step
 MARKS = {"positions go on": current_models, "a shared row counts once": needs("prefixes")}

@@ -14,6 +14,7 @@ from torch.nn import functional
 from trl_packfix import PackingLeakError
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.rank_share import RankShare
+from trl_packfix.feature import PLAIN
 from trl_packfix.group import Group
 from trl_packfix.isolation.gradients import NUM_VECTORS
 from trl_packfix.training import first_step as module
@@ -76,8 +77,8 @@ class ScriptedFirstStep(FirstStep):
             compute_loss_context_manager=nullcontext,
         )
         ranks = SimpleNamespace(copies=1, may_share=False)
-        images = SimpleNamespace(examples=None)
-        data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, images=images, packs_images=False)
+        reading = SimpleNamespace(feature=PLAIN, stacks_documents=True)
+        data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, reading=reading)
         objective = SimpleNamespace(replaces_trl_loss=True, fused_head_is_exact=True, summed_by_ranks=False)
         super().__init__(trainer, data, objective, training_step=None)
         self._probe = ScriptedProbe(model=model)
@@ -241,7 +242,7 @@ def test_no_gradient_is_left_behind():
 def test_a_router_loss_with_images_is_not_compared(router, images):
     step = ScriptedFirstStep()
     step._trainer.aux_loss_enabled = router
-    step._data.packs_images = images
+    step._data.reading.stacks_documents = not images
     assert ("the router loss is not compared with images" in step.compare().text) is (router and images)
 
 
@@ -332,7 +333,7 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
     trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
     totals = step._objective.totals = SimpleNamespace(sources="sources", shares_rows="shares")
     for packs_images in (True, False):
-        step._data.packs_images = packs_images
+        step._data.reading.stacks_documents = not packs_images
         with FirstStep._undisturbed(step):
             assert noise.alpha == 0
             assert step._objective.totals == ("sources", "shares")
@@ -465,7 +466,7 @@ def test_only_one_of_the_ranks_that_share_a_pack_counts_its_documents():
 @pytest.mark.parametrize("has_collectives, packs_images", [(True, False), (False, True)])
 def test_documents_run_one_by_one_where_ranks_wait_or_images_may_be(has_collectives, packs_images):
     step = ScriptedFirstStep()
-    step._data.packs_images = packs_images
+    step._data.reading.stacks_documents = not packs_images
     documents = [document_of(9), document_of(9), document_of(5)]
     assert train_unpacked([documents], _data=step._data, _has_collectives=has_collectives)[2] == [1, 1, 1]
 
@@ -566,7 +567,7 @@ def test_a_document_with_images_runs_with_its_images_and_without_its_weight():
     step._unwrapped_model = lambda **row: SimpleNamespace(logits=torch.zeros(1, 5, 40))
     document = document_of(5) | {module.WEIGHTS: 2.0, "pixel_values": "pixels"}
     assert step._row_losses([document]).tolist() == pytest.approx([4 * np.log(40)])
-    assert vars(rows[0]) == vars(module.ImageDocument({k: v for k, v in document.items() if k != module.WEIGHTS}))
+    assert rows == [{name: value for name, value in document.items() if name != module.WEIGHTS}]
 
 
 # Longer documents
@@ -786,25 +787,11 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
     assert [pack.group for pack in packs] == [Group(degree, degree - 1)] * 2
 
 
-@pytest.mark.parametrize("ranks_with_images, lengths", [(2, [7, 9]), (1, [5])])
-def test_all_ranks_take_documents_with_images_or_none_does(monkeypatch, ranks_with_images, lengths):
+@pytest.mark.parametrize("waits, num_chosen", [(False, 3), (True, 1)])
+def test_documents_are_chosen_for_all_ranks_only_where_ranks_wait(monkeypatch, waits, num_chosen):
     documents = [document_of(7), document_of(5), document_of(9)]
     monkeypatch.setattr(module, "choose_documents", lambda found: found)
-    step = ScriptedFirstStep(num_ranks=2, _has_collectives=True)
-    step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group()))
-    step._data.images.examples = SimpleNamespace(
-        images=SimpleNamespace(has_images=lambda document: len(document["input_ids"]) > 6)
-    )
-    step._sum_over_ranks = lambda value: ranks_with_images * value
-    packs = FirstStep._choose_packs(step)
-    assert [len(document["input_ids"]) for document in packs[0]] == lengths
-
-
-@pytest.mark.parametrize("has_examples", [True, False])
-def test_documents_with_and_without_images_are_compared_where_no_rank_waits(monkeypatch, has_examples):
-    documents = [document_of(7), document_of(5), document_of(9)]
-    monkeypatch.setattr(module, "choose_documents", lambda found: found)
-    step = ScriptedFirstStep(_has_collectives=not has_examples)
+    step = ScriptedFirstStep(_has_collectives=waits)
     step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(1, 0)))
-    step._data.images.examples = SimpleNamespace() if has_examples else None
-    assert len(FirstStep._choose_packs(step)[0]) == 3
+    step._data.reading.alike_on_ranks = lambda found, sum_over_ranks: found[:1]
+    assert len(FirstStep._choose_packs(step)[0]) == num_chosen

@@ -105,7 +105,7 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
     noise = DocumentNoise(model, ALPHA)
     seen = []
     for index in range(degree):
-        batch = cut_part(whole, Group(degree, index), has_images=has_images)
+        batch = cut_part(whole, Group(degree, index), labels_only=has_images)
         own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
         torch.manual_seed(0)
         for _ in range(draws):

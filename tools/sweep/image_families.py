@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,10 +19,6 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-
-from trl_packfix.data.image_collator import RopeIndex
-from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.samples.processor import RowProcessor
 
 from .zoo import byte_tokenizer, random_model
 
@@ -459,12 +456,15 @@ def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return model
 
 
-def make_examples(family: str, model: PreTrainedModel) -> ImageExamples:
-    """Make documents with images for a model of a family, through its processor."""
+def make_examples(family: str, model: PreTrainedModel) -> Any:
+    """Make documents with images for a model of a family, through its processor: an `ImageExamples` of the feature."""
+    collator, examples, processor = (
+        import_module(f"trl_packfix.features.images.{name}") for name in ("collator", "examples", "processor")
+    )
     kind = type(model.base_model)
-    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
-    process = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
-    return ImageExamples(process, rope_index=rope_index)
+    rope_index = collator.RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
+    process = processor.RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
+    return examples.ImageExamples(process, rope_index=rope_index)
 
 
 def why_not(model_type: str) -> str:

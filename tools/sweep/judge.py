@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
-from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.feature import Feature, features_of
 from trl_packfix.layout import layout_of
 
@@ -189,10 +188,10 @@ class ImageJudge(Judge):
     """A `Judge` of packs with images, in layouts that differ from document to document.
 
     Args:
-        examples: makes documents through the processor of the family, and the packs of training.
+        examples: an `ImageExamples`, which makes documents through the processor, and the packs of training.
     """
 
-    def __init__(self, pristine: nn.Module, examples: ImageExamples, first_token: int, last_token: int):
+    def __init__(self, pristine: nn.Module, examples: Any, first_token: int, last_token: int):
         generator = torch.Generator().manual_seed(7)
 
         def tokens(num: int) -> Tensor:

@@ -8,7 +8,7 @@ Modules that mix tokens need more, and call the functions here:
                                         all T tokens of some heads, and uses the boundaries of the whole pack.
                                         Afterwards they exchange heads for tokens
     short convolutions                  get the last tokens of the previous rank
-    vision towers (`image_parts.py`)    exchange what they computed for different images
+    vision towers (`features/images`)   exchange what they computed for different images
 
 Scans and convolutions are in the mixers of hybrid models (`features/hybrids/`).
 

@@ -6,8 +6,7 @@ A packed batch is one row of several documents with their boundaries (`cu_seq_le
     1. A pre-hook of `PackedForwardGuard` on the model checks the batch and enters a `PackedForward`.
     2. Attention and mixers inside the model read the boundaries from it (`packed_forward.py`). A layer under gradient
        checkpointing enters it again when it is recomputed in backward (`CarryingCheckpoint`).
-    3. With images, a vision tower gets no boundaries of the text. Where several ranks share the pack, each rank
-       computes some of the images, and its decoder gets only the tokens that the rank holds (`image_parts.py`).
+    3. Parts of the model that read something else than text have hooks of their own (`tower_support.py`).
     4. A hook behind the model leaves the `PackedForward`.
 
 Several guards may be on one model. The first that runs checks a batch, and the others enter its `PackedForward` again.
@@ -27,9 +26,8 @@ from transformers import PreTrainedModel
 
 from ..compat import WRAPPER_CHECKPOINT, change_checkpoint_functions, run_hooks_inside_adapters
 from ..layout import LAYOUT_KEY, Layout, layout_of
-from .image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from .mixer_support import mixer_support
-from .models import backbone, base_model, has_attention, text_config, towers
+from .models import base_model, has_attention, text_config
 from .packed_forward import (
     ATTENTION_NAME,
     BOUNDARIES,
@@ -42,6 +40,7 @@ from .packed_forward import (
     packed_forward_entered,
     running_forward,
 )
+from .tower_support import tower_support
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
 
@@ -135,6 +134,7 @@ class PackedForwardGuard(ModelHooks):
         ignores_masks: the value of `PackedForward.ignores_masks` for all packed forwards of the model.
         before_pack: called at the beginning of each packed forward.
         mixers: the functions with which the model's mixers mix tokens; they are replaced in packed forwards.
+        entered_forward: the running packed forward; None if there is none, or if another guard made it.
     """
 
     def __init__(self, model: PreTrainedModel, modules_given_packs: Sequence[nn.Module] = ()):
@@ -146,9 +146,8 @@ class PackedForwardGuard(ModelHooks):
         self._is_packed: list[bool] = []  # for each forward of the model that is running, whether it is packed
         self._layers: list[nn.Module] = []  # modules that may have a checkpoint function
         self.mixers = mixer_support().replaced_functions(model)
-        self._entered_forward: PackedForward | None = None  # the running packed forward, unless another guard made it
-        # For each call of a tower that is running, how its images are divided among ranks; None if they are not
-        self._divisions: list[TowerDivision | None] = []
+        self.entered_forward: PackedForward | None = None
+        self._tower_hooks: list[ModelHooks] = tower_support().make_hooks(self)
 
     def _register(self) -> list[RemovableHandle]:
         # Each forward loops over `_layers`. So it holds only the modules that transformers can checkpoint: a model with
@@ -159,28 +158,23 @@ class PackedForwardGuard(ModelHooks):
         layer_names = (names[layer] for layer in self._layers if not isinstance(layer, PreTrainedModel))
         self._first_layer_name = next(layer_names, "")
         packed_modules = [self.model, *self.modules_given_packs]
-        image_towers = towers(self.model)
         pre_hooks: list[tuple[list[nn.Module], Any]] = [
             (packed_modules, self._enter_forward),
             (_flash_attentions(self.model), _pass_boundaries),
-            (image_towers, _drop_boundaries),
-            (outermost_towers(image_towers), self._divide_tower_inputs),
-            ([backbone(self.model)] if image_towers else [], _cut_decoder_inputs),
-        ]
-        hooks: list[tuple[list[nn.Module], Any]] = [
-            (packed_modules, self._leave_forward),
-            (outermost_towers(image_towers), self._join_tower_outputs),
         ]
         handles: list[RemovableHandle] = []
         for modules, hook in pre_hooks:
             handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-        for modules, hook in hooks:
-            # `always_call`, because after a forward that raises the next one must not be marked as packed
-            handles += [module.register_forward_hook(hook, always_call=True) for module in modules]
+        # `always_call`, because after a forward that raises the next one must not be marked as packed
+        handles += [module.register_forward_hook(self._leave_forward, always_call=True) for module in packed_modules]
+        for hooks in self._tower_hooks:
+            hooks.install()
         return handles
 
     def remove(self) -> None:
         super().remove()
+        for hooks in self._tower_hooks:
+            hooks.remove()
         carry_boundaries(self._layers, False)
 
     def _enter_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
@@ -197,7 +191,7 @@ class PackedForwardGuard(ModelHooks):
                     self.before_pack()
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
-                self._entered_forward = running
+                self.entered_forward = running
             enter_packed_forward(running)
             if running.kv_index is not None:
                 # Documents share prefixes. The boundaries in the batch then separate the ends of documents behind their
@@ -218,31 +212,12 @@ class PackedForwardGuard(ModelHooks):
             self._layers += [module for module in self.model.modules() if WRAPPER_CHECKPOINT in vars(module)]
             self._has_wrappers = True
 
-    def _divide_tower_inputs(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        """Return the arguments of a tower: where ranks share the pack, only the images that this rank computes."""
-        running = running_forward()
-        division = None
-        # If several guards are on this model, only the guard that made the packed forward divides its images.
-        if running is not None and running is self._entered_forward:
-            args, kwargs, division = divide_tower_inputs(args, kwargs, running.group)
-        self._divisions.append(division)
-        return args, kwargs
-
-    def _join_tower_outputs(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
-        """Return the output of a tower on all images of the pack, from its output on the images of each rank."""
-        # torch calls this hook even if a pre-hook raised. Then the list may be empty. If the forward of the tower
-        # raised, its output is None.
-        division = self._divisions.pop() if self._divisions else None
-        if division is None or output is None:
-            return output
-        return division.exchanged(output)
-
     def _leave_forward(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
         """Leave the packed forward that `_enter_forward` entered, if any."""
         # torch calls this hook even if the pre-hook raised. Then the list may be empty.
         if self._is_packed and self._is_packed.pop():
             leave_packed_forward()
-            self._entered_forward = None
+            self.entered_forward = None
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
@@ -260,23 +235,6 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
         and getattr(module, "config", text) is text  # some vision towers have `is_causal=True`
         and inspect.getfullargspec(module.forward).varkw is not None
     ]
-
-
-def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Remove the boundaries of the text from the arguments of a tower.
-
-    A tower has boundaries of its own with equal names, the boundaries of images.
-    """
-    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-
-
-def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
-    """Cut the inputs of the decoder to the tokens of this rank, if ranks share the pack."""
-    running = running_forward()
-    if running is None or running.group.is_alone:
-        return None
-    inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
-    return args, kwargs | cut_to_part(inputs, running.part_tokens, running.group.rank)
 
 
 def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:

@@ -24,7 +24,12 @@ class KernelError(ValueError):
     """Raised if an attention kernel cannot compute a call, because of its heads, dtype, device or options.
 
     The error does not say whether documents are isolated.
+
+    Attributes:
+        kernel: the name of the attention, if a part of the model that reads no text has it; None for that of the text.
     """
+
+    kernel: str | None = None
 
 
 class OwnAttentionError(KernelError):

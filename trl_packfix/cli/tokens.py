@@ -24,15 +24,14 @@ from transformers import (
 from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_id_range
 from ..data.documents import Ledger, make_documents
-from ..data.image_rows import ImageRows
 from ..data.reader import RowReader, TokenReader, mask_columns, without_ignored_mask
 from ..feature import features_of
 from ..samples.checks import IMAGES, check_conversations, has_images
+from ..samples.image_support import image_support
 from ..samples.make_samples import without_bad_rows
-from ..samples.named_images import with_named_images
 from ..samples.row import BAD_ROW_COLUMN, HashedMapFunction, PerTurnCounts
 from ..training.config import SFTConfig
-from ..training.preparation import prepare_images, prepare_rows
+from ..training.preparation import prepare_rows
 from .configs import RunConfigs
 from .flags import MODEL_HELP, setting_named
 from .lengths import LengthRows, read_lengths
@@ -99,7 +98,7 @@ def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
     return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
-def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows:
+def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> RowReader:
     """Return the documents of rows with images, as `SFTTrainer` measures them: with the processor of a model.
 
     Args:
@@ -120,7 +119,8 @@ def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> Ima
             "image depends on the processor. Set `--model` to the name or the folder of the model with a processor "
             f"that you will train, or remove the column `{column}` if the text alone is to be trained."
         )
-    return prepare_images(dataset, processor, config)
+    reader: RowReader = image_support().read_table(dataset, processor, config)
+    return reader
 
 
 def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
@@ -196,7 +196,7 @@ def load_part(run: RunConfigs, name: str) -> Dataset:
         rows: Dataset = load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
     else:
         rows = load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
-    return with_named_images(rows, name)
+    return image_support().with_named_images(rows, name)
 
 
 def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:

@@ -1,6 +1,6 @@
 """Decide which spans of the tokenised table are documents, and count what is cut, split and dropped.
 
-A `RowReader` (`reader.py`, or `image_rows.py` for rows with images) gives the lengths and labels of the rows. Here they
+A `RowReader` (`reader.py`, or that of a feature) gives the lengths and labels of the rows. Here they
 become `Documents`, arrays of spans, which are planned into packs (`epochs.py`) and read (`loaders.py`). Documents are
 cut, split, dropped and counted only in this module.
 
@@ -215,8 +215,8 @@ def make_documents(
         assert max_length is not None
         spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
-        if reader.image_stops is not None and overlong == "truncate":
-            spans = _drop_cut_images(spans, reader.image_stops, max_length, needs_all_rows=keep_untrained)
+        if overlong == "truncate":
+            spans = reader.drop_undividable(spans, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
         # The cut may have removed all trained tokens of a document
@@ -337,28 +337,6 @@ def _split_documents(
     return fragments
 
 
-def _drop_cut_images(spans: Documents, image_stops: Int64Array, max_length: int, *, needs_all_rows: bool) -> Documents:
-    """Drop documents with an image behind `max_length` tokens, because truncating them would cut the image.
-
-    Args:
-        spans: the documents. A row with images has one document, so `image_stops` counts from its start.
-        image_stops: the token behind the last image of each row, shape (R,).
-        max_length: largest number of tokens of a document.
-        needs_all_rows: raise an error instead, because evaluation has a result for every row.
-    """
-    stops = image_stops[spans.row]
-    cut = stops > max_length
-    if needs_all_rows and cut.any():
-        shown = np.flatnonzero(cut)[:MAX_ROWS_NAMED]
-        named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in shown)
-        raise ValueError(
-            f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
-            f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
-            "result for every row. Raise `max_length`, make the images smaller, or remove these rows."
-        )
-    return spans.drop(cut, "overlong")
-
-
 def _apply_overlong(
     spans: Documents, reader: RowReader, max_length: int, *, overlong: Overlong, truncation_mode: str
 ) -> Documents:
@@ -376,7 +354,7 @@ def _apply_overlong(
         )
     if overlong == "drop":
         return spans.drop(is_long, "overlong")
-    if overlong == "split" and reader.image_stops is None:
+    if overlong == "split" and reader.cuts_anywhere:
         num_fragments = -(-spans.lengths // max_length)
         fragment_start = _index_in_group(num_fragments) * max_length
         return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)

@@ -15,12 +15,13 @@ Words:
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from datasets import Dataset
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
@@ -32,11 +33,10 @@ from ..planning.schedule import NO_DOCUMENTS
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
-from .collator import IGNORE_INDEX, PackedDataCollator
+from .collator import IGNORE_INDEX, DocumentRun, PackedDataCollator
 from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong, check_rank
 from .documents import Documents, Overlong
 from .epochs import EpochPlanner
-from .image_collator import NO_IMAGES, PackedImages
 from .model_costs import make_cost_model
 from .rank_share import RankShare, cut_part
 from .reader import RowReader, TokenReader
@@ -140,24 +140,52 @@ class PaddedBatchSampler:
             yield [i if i < self.num_documents else NO_DOCUMENTS for i in range(first, first + self.batch_size)]
 
 
+class PackContent:
+    """What packs hold beside rows of tokens. This class is for packs of text, which hold nothing more."""
+
+    is_cut_in_model: ClassVar[bool] = False  # whether the model cuts what enters its decoder to the part of a rank
+
+    def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the documents of a pack, and one more if the model needs content that none of them has."""
+        return documents
+
+    def __call__(
+        self, documents: list[dict[str, Any]], runs: list[DocumentRun], position_ids: Tensor
+    ) -> dict[str, Any]:
+        """Return further entries of the batch of a pack, or entries that replace others.
+
+        Args:
+            documents: the documents of the pack.
+            runs: the runs of the pack, in the order of their rows.
+            position_ids: position of each token in its document, shape (1, T), with padding.
+        """
+        return {}
+
+    def samples(self, batch: dict[str, Any]) -> list[Tensor]:
+        """Return numbers of the content by which ranks compare whether they have made the same pack."""
+        return []
+
+
+TEXT_CONTENT = PackContent()
+
+
 @dataclass
 class PackCollator:
     """Collator of the trainer: makes the batch of a pack that a rank computes.
 
-    The batch is made in three steps: the rows of tokens, then what the model needs of images, then the part of the rank
-    is cut out. Padding is added in the first step only, so that T is a multiple of the number of ranks that share the
-    pack.
+    The batch is made in three steps: the rows of tokens, then further content, then the part of the rank is cut out.
+    Padding is added in the first step only, so that T is a multiple of the number of ranks that share the pack.
     """
 
     rows: PackedDataCollator  # a `PrefixCollator` if documents share common beginnings
-    images: PackedImages = NO_IMAGES
+    content: PackContent = TEXT_CONTENT
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         share = RankShare.like(pack, pack)
-        documents = self.images.with_placeholder(share)
+        documents = self.content.with_placeholder(share)
         batch, runs = self.rows.collate(documents, share.group.size)
-        batch |= self.images(documents, runs, batch["position_ids"])
-        return cut_part(batch, share.group, has_images=bool(self.images.layout.images))
+        batch |= self.content(documents, runs, batch["position_ids"])
+        return cut_part(batch, share.group, labels_only=self.content.is_cut_in_model, samples=self.content.samples)
 
 
 @dataclass

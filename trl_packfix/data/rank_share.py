@@ -9,18 +9,18 @@ needs of the other parts (`attention/exchange.py`).
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..group import ALONE, Group
 from ..layout import LAYOUT_KEY, layout_of
 from .collator import IGNORE_INDEX
 
 PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")  # entries of a batch with one value per token, (1, T)
-SAMPLING_STEP = 16  # every 16th value of the images enters the checksum
 
 
 class RankShare(list[Any]):
@@ -41,14 +41,20 @@ class RankShare(list[Any]):
         return cls(documents, pack.group) if isinstance(pack, RankShare) else cls(documents)
 
 
-def cut_part(batch: dict[str, Any], group: Group, *, has_images: bool = False) -> dict[str, Any]:
+def cut_part(
+    batch: dict[str, Any],
+    group: Group,
+    *,
+    labels_only: bool = False,
+    samples: Callable[[dict[str, Any]], Sequence[Tensor]] | None = None,
+) -> dict[str, Any]:
     """Cut the part of a rank out of the batch of a pack.
 
     Args:
         batch: the batch of the whole pack, with T tokens. T is a multiple of s, the size of the group.
         group: the ranks that share the pack. If this rank is alone, the batch is returned unchanged.
-        has_images: cut the labels only. An image may lie in several parts, so what enters the decoder of the model is
-            cut in the model (`attention/image_parts.py`).
+        labels_only: cut the labels only, because the model cuts what enters its decoder.
+        samples: returns tensors of further content of the batch that enter the checksum.
 
     Returns:
         The batch with these changes: `input_ids`, `labels`, `position_ids` and `seq_idx` have the shape
@@ -72,11 +78,10 @@ def cut_part(batch: dict[str, Any], group: Group, *, has_images: bool = False) -
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     checksum = 0
-    for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.checksum_tensors()):
+    further = () if samples is None else samples(batch)
+    for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.checksum_tensors(), *further):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
-    if "pixel_values" in batch:
-        checksum = zlib.crc32(batch["pixel_values"].flatten()[::SAMPLING_STEP].contiguous().numpy().data, checksum)
-    names = ("labels",) if has_images else PER_TOKEN
+    names = ("labels",) if labels_only else PER_TOKEN
     part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
     part_layout = layout.cut_to_part(rows, shifted != IGNORE_INDEX)

@@ -2,7 +2,7 @@
 
 TRL tokenises the dataset to a table with `input_ids`, and often with `labels` or a mask of the trained tokens.
 `TokenReader` reads this table. `documents.py` asks it for the lengths of the rows and their numbers of labels, and
-`DocumentDataset` (`loaders.py`) reads the tokens of a batch. For a table with images, `image_rows.py` has a reader with
+`DocumentDataset` (`loaders.py`) reads the tokens of a batch. For other tables a feature has a reader with
 the same methods.
 
 A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader holds the buffers, and the offsets of the rows
@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
+T = TypeVar("T")
+
 
 class RowReader(ABC):
     """Base class of the readers of R tokenised rows, for documents, plans, batches and reports.
@@ -46,6 +48,7 @@ class RowReader(ABC):
     """
 
     lengths: Int64Array  # number of tokens of each row
+    cuts_anywhere = True  # whether a row can be split at any token; otherwise `find_cuts` says where
     image_stops: Int64Array | None = None  # index behind the last token of an image; 0 in a row without images
     image_counts: Int64Array | None = None  # number of images
     # The function that gives what is compared of each document to find common beginnings; None compares the tokens
@@ -81,8 +84,42 @@ class RowReader(ABC):
         return {}
 
     def find_cuts(self, row: int, max_length: int) -> list[int] | None:
-        """Return the places where a row with images is cut into fragments; None if it cannot be cut."""
+        """Return the places where a row is cut into fragments of at most `max_length` tokens; None if it cannot be.
+
+        Returns:
+            The places, from 0 to the number of tokens of the row.
+        """
         return None
+
+    def report_section(self, planner: Any) -> Any:
+        """Return what a report says of the content of documents beside tokens, for an `EpochPlanner`; None of text."""
+        return None
+
+    def drop_undividable(self, spans: T, max_length: int, *, needs_all_rows: bool) -> T:
+        """Drop those of some `Documents` that cannot be truncated to `max_length` tokens.
+
+        Args:
+            needs_all_rows: raise a ValueError instead, because evaluation has a result for every row.
+        """
+        return spans
+
+    @property
+    def comparison_reader(self) -> "TokenReader":
+        """The reader of the tokens of all rows by which documents are compared; equal tokens mean equal content."""
+        raise NotImplementedError
+
+    def end_common(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+        """Shorten the common beginnings of documents that would end where no document may be divided.
+
+        Args:
+            rows: the row of each document, shape (N,).
+            start: the first token of each document in its row, shape (N,).
+            common: number of tokens that each document has in common with the document before it, shape (N,).
+
+        Returns:
+            The number of common tokens, at most `common`, shape (N,).
+        """
+        return common
 
     def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
         """Return the documents of each row, if the rows are packs already.
@@ -282,6 +319,10 @@ class TokenReader(RowReader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._table = state["_table"]
         self._open()
+
+    @property
+    def comparison_reader(self) -> "TokenReader":
+        return self
 
     @property
     def lengths(self) -> Int64Array:  # type: ignore[override]

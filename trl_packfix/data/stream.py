@@ -2,9 +2,8 @@
 
 A stream is a `datasets.IterableDataset`: its lengths are not known in advance, so it cannot be planned as a table is
 (`epochs.py`). `StreamReader` (`stream_reader.py`) reads documents in chunks, in worker processes or in this one.
-`PackedStream` packs them here, in the training process, and yields the micro-batches of one rank. With images,
-`stream_images.py` runs the processor on each micro-batch. The trainer saves the state with each checkpoint
-(`training/restart.py`).
+`PackedStream` packs them here, in the training process, and yields the micro-batches of one rank. `FinishedPacks` then
+finishes the documents of each micro-batch. The trainer saves the state with each checkpoint (`training/restart.py`).
 
 Documents are packed in the order of their arrival. The oldest waiting document begins a pack, and the pack is filled
 exactly, if possible, from at most `buffer_size` waiting documents. Then it is closed. All packs of an optimizer step
@@ -42,18 +41,17 @@ from ..planning.packing import REPLANNED_SETTINGS, ChangedSettings, Packing, com
 from ..planning.packs import PackPlan
 from ..planning.schedule import NO_DOCUMENTS
 from ..planning.units import Units
-from ..samples.processor import EncodedImage
 from .collator import IGNORE_INDEX
 from .documents import Ledger, refuse_no_documents
 from .loaders import dummy_document
 from .rank_share import RankShare
 from .row_values import SOURCES, WEIGHTS
-from .stream_images import ENCODED, TOKENS_ALONE, EncodedRow, StreamImages
 from .stream_reader import (
     DocumentChunk,
     DocumentTokens,
     ReaderState,
     StreamReader,
+    StreamRows,
     StreamTokens,
     part_of,
     share_of_rank,
@@ -63,7 +61,7 @@ from .threads import wait_for_threads_before_forks
 logger = logging.getLogger(__name__)
 
 TEXT_READER = StreamTokens()
-MOST_BYTES = 2**28  # largest size of the rows of waiting documents with images: encoded images and text
+MOST_BYTES = 2**28  # largest size of what waiting documents hold beside tokens, such as encoded images
 STATE_COLUMNS = ("input_ids", "labels")  # keys of a document that are arrays of tokens in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
 # Settings of the readers that may change when a run resumes: the remaining documents of the pass are then divided anew.
@@ -118,16 +116,16 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     old ranks have not read in their pass. If these parts cannot be divided evenly, every rank reads all of them.
 
     Args:
-        dataset: the stream. Its rows have tokens, or images and text.
+        dataset: the stream.
         packing: the settings of packing.
-        rows: how rows become documents. `StreamImages` is needed for rows with images.
+        rows: how rows become documents.
         rank: the rank that trains on the micro-batches.
         pad_token_id: token of the dummy document, which a rank trains on if it has no documents in a micro-step.
         num_workers: number of processes that read. At most one process per shard of this rank is used.
         worker_kwargs: arguments for the `DataLoader` of these processes.
         weight_column: column with the weight of each row.
         source_column: column with the source of each row.
-        most_bytes: with images, largest size of the rows of waiting documents. When it is reached, packs are closed
+        most_bytes: largest size of what waiting documents hold beside tokens. When it is reached, packs are closed
             before more documents are read.
 
     Raises:
@@ -136,7 +134,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     """
 
     num_ahead = 0  # micro-batches that a data loader takes from this stream before they are trained
-    rows: StreamTokens | StreamImages
+    rows: StreamRows
     # The attributes in `SAVED_FIELDS`
     num_steps: int  # optimizer steps that were yielded
     num_passes: int  # passes that were completed
@@ -153,7 +151,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         dataset: IterableDataset,
         packing: Packing,
         *,
-        rows: StreamTokens | StreamImages = TEXT_READER,
+        rows: StreamRows = TEXT_READER,
         rank: int = 0,
         pad_token_id: int = 0,
         num_workers: int = 0,
@@ -242,7 +240,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         packing = replace(self.packing, world_size=self.count)
 
         def bytes_of(position: int) -> int:
-            return self._waiting[position].get(ENCODED, TOKENS_ALONE).num_bytes
+            return self.rows.num_bytes(self._waiting[position])
 
         packs = packing.pack_stream(self._arriving_lengths(), bytes_of, self.most_bytes)
         self._has_ended = False
@@ -274,8 +272,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for document in documents:
             self.digest = zlib.crc32(np.ascontiguousarray(document["input_ids"]).data, self.digest)
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
-        image_counts = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
-        num_images, values, squares = np.array(image_counts).T
+        num_images, values, squares = self.rows.count_images(documents).T
         image_costs = packing.cost_model.tower(values, squares)
         targets = np.array([np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents])
         self.counts += StreamCounts(
@@ -336,7 +333,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
         stream_settings = {name: getattr(self, name) for name in (*READER_SETTINGS, "weight_column", "source_column")}
-        stream_settings["image processor"] = self.rows.process and self.rows.process.settings.decode()
+        stream_settings["image processor"] = self.rows.processor_settings
         return self.packing.settings("stream") | stream_settings
 
     def _snapshot(self) -> dict[str, Any]:
@@ -375,11 +372,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """Return the state after `num_steps` optimizer steps in a form for `torch.save`.
 
         It holds the documents that were read and not trained yet: at most `buffer_size` documents, and a chunk for each
-        reader. With images it holds the rows of these documents, with encoded images.
+        reader.
         """
         state = self._snapshots[num_steps]
         return state | {
-            "documents": encode_documents(state["documents"]),
+            "documents": encode_documents(state["documents"], self.rows),
             "readers": [asdict(reader) for reader in state["readers"]],
             "counts": asdict(state["counts"]),
             "share": self.path,
@@ -444,7 +441,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                     unread.append((part, reader | {"chunks": 0}))
             for epoch in range(state["num_passes"] + 1, last_pass + 1):
                 unread.append((([*state["share"]], epoch), asdict(ReaderState())))
-        documents = [document for state in different_states for document in decode_documents(state["documents"])]
+        documents = [
+            document for state in different_states for document in decode_documents(state["documents"], self.rows)
+        ]
         counts = [StreamCounts.from_dict(state["counts"]) for state in different_states]
         # Finally divide the parts, the waiting documents and the counts between the groups of ranks. If the parts
         # cannot be divided evenly, every rank has all of them
@@ -456,7 +455,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             documents = documents[every_group_in_turn]
             counts = counts[every_group_in_turn]
         return first_state | {
-            "documents": encode_documents(documents),
+            "documents": encode_documents(documents, self.rows),
             "closed": [],
             "readers": [reader for _, reader in unread],
             "parts": [part for part, _ in unread],
@@ -478,7 +477,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """
         assert self.can_continue(state)
         self._first_state = state | {
-            "documents": decode_documents(state["documents"]),
+            "documents": decode_documents(state["documents"], self.rows),
             "readers": [ReaderState(**reader) for reader in state["readers"]],
             "counts": StreamCounts.from_dict(state["counts"]),
         }
@@ -491,13 +490,25 @@ def _identity(chunk: DocumentChunk) -> DocumentChunk:
     return chunk
 
 
-def encode_documents(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
+@dataclass
+class FinishedPacks(torch.utils.data.Dataset[Any]):
+    """Dataset of a data loader that finishes waiting documents (`StreamRows.finish`).
+
+    Its "indices" are the waiting documents themselves. The sampler of the loader is a `PackedStream`.
+    """
+
+    rows: StreamRows
+
+    def __getitems__(self, micro_batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the documents of a micro-batch."""
+        return RankShare.like(micro_batch, map(self.rows.finish, micro_batch))
+
+
+def encode_documents(documents: Sequence[DocumentTokens], rows: StreamRows) -> dict[str, Any]:
     """Join documents to a few values that `torch.load` reads with `weights_only`. `decode_documents` is the inverse.
 
     Returns:
-        The `lengths` of the documents, and the joined values of each of their keys. With images, `images` holds each
-        image once: the numbers of the images of each document, and the path, the mode, the size in bytes (-1 without
-        data) and the data of each image.
+        The `lengths` of the documents, the joined values of each of their keys, and what `rows` adds.
     """
     first_document = documents[0] if documents else {}
     state: dict[str, Any] = {"lengths": torch.tensor([len(document["input_ids"]) for document in documents])}
@@ -508,25 +519,11 @@ def encode_documents(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
         state[WEIGHTS] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
     if SOURCES in first_document:
         state[SOURCES] = [document[SOURCES] for document in documents]
-    if ENCODED in first_document:
-        rows = [document[ENCODED] for document in documents]
-        state[ENCODED] = [(row.text, row.start, row.stop, row.counts) for row in rows]
-        # Images are told apart by identity, because comparing them would compare their bytes
-        image_of_id = {id(image): image for row in rows for image in row.images}
-        number_of_id = {key: number for number, key in enumerate(image_of_id)}
-        images = image_of_id.values()
-        data = b"".join(image.data or b"" for image in images)
-        state["images"] = {
-            "numbers": [[number_of_id[id(image)] for image in row.images] for row in rows],
-            "paths": [image.path for image in images],
-            "modes": [image.mode for image in images],
-            "sizes": [-1 if image.data is None else len(image.data) for image in images],
-            "data": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
-        }
+    state |= rows.encode(documents)
     return state
 
 
-def decode_documents(state: dict[str, Any]) -> list[DocumentTokens]:
+def decode_documents(state: dict[str, Any], rows: StreamRows) -> list[DocumentTokens]:
     """Return the documents that `encode_documents` has joined to `state`."""
     lengths = state["lengths"].tolist()
     columns: dict[str, list[Any]] = {}
@@ -537,17 +534,5 @@ def decode_documents(state: dict[str, Any]) -> list[DocumentTokens]:
         columns[WEIGHTS] = list(state[WEIGHTS].numpy())
     if SOURCES in state:
         columns[SOURCES] = state[SOURCES]
-    if ENCODED in state:
-        saved_images = state["images"]
-        images = []
-        data = saved_images["data"].numpy().tobytes()
-        first_byte = 0
-        for path, mode, size in zip(saved_images["paths"], saved_images["modes"], saved_images["sizes"], strict=True):
-            image_data = None if size < 0 else data[first_byte : first_byte + size]
-            images.append(EncodedImage(path, image_data, mode))
-            first_byte += max(size, 0)
-        columns[ENCODED] = [
-            EncodedRow(text, tuple(images[number] for number in numbers), start, stop, tuple(counts))
-            for (text, start, stop, counts), numbers in zip(state[ENCODED], saved_images["numbers"], strict=True)
-        ]
+    columns |= rows.decode(state)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -18,6 +18,7 @@ Words:
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -37,17 +38,16 @@ from .dataset_checks import check_tokens
 from .documents import Documents, Ledger, make_documents
 from .reader import TokenReader
 from .row_values import SOURCES, read_row_values
-from .stream_images import StreamImages
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 128  # number of rows without images that are read, cut and sent together
+CHUNK = 128  # number of rows of text that are read, cut and sent together
 TOKEN_COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW_COLUMN)
 MANY_RANKS = 8  # with more ranks, a warning is logged if every rank reads the whole stream
 
 DocumentTokens = dict[str, Any]
 """One document: `input_ids` and `labels`, int32 arrays of shape (tokens,). If rows have weights, also its weight, a
-scalar. If rows have sources, also the name of its source. With images, also its row with encoded images (`ENCODED`)."""
+scalar. If rows have sources, also the name of its source. `StreamRows` of a feature may add more."""
 
 Path = Sequence[tuple[int, int]]
 """How a part is cut out of a stream. The stream is divided, then one part of it is divided again, and so on. For each
@@ -118,30 +118,75 @@ class DocumentChunk:
     state: ReaderState  # the state of the reader behind these documents
 
 
-@dataclass(frozen=True)
-class StreamTokens:
-    """Makes documents of rows that have tokens. For rows with images, `StreamImages` has the same methods."""
+class StreamRows(ABC):
+    """Makes documents of the rows of a stream, and says what waiting documents hold beside tokens.
 
-    vocab_size: int | None = None  # size of the vocabulary, to refuse other token ids; None does not check them
-    process: None = None  # the processor of images; there is none
+    A document waits in `PackedStream` until its pack is trained, and may be saved in a checkpoint. So it may hold its
+    content in a small form, until `finish` makes the document of a batch of it.
+    """
+
     chunk: ClassVar[int] = CHUNK  # number of rows that are read together
+    finishes: ClassVar[bool] = False  # whether `finish` changes documents, which then takes long
+    processor_settings: str | None = None  # settings of the processor of the content, which a restart compares
 
-    def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
-        """Return the stream as it is read, and the object that makes documents of its rows: both unchanged."""
-        return dataset, self
+    @abstractmethod
+    def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamRows"]:
+        """Return the stream as it is read, and the object that makes documents of its rows."""
 
-    def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
+    @abstractmethod
+    def read(
+        self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
+    ) -> tuple[list[DocumentTokens], Documents, np.ndarray | None]:
         """Make the documents of some rows.
 
         Args:
-            batch: the columns of the rows. They are not needed here.
+            batch: the columns of the rows.
             table: the columns of tokens, as `as_table` makes it of the batch.
             packing: the settings that decide how documents are cut.
 
         Returns:
-            The documents; their spans in the rows; and None, because rows were not divided into turns, see
-            `StreamImages.read`.
+            The documents; their spans in the rows; and the row of the batch that each row was made of, if rows were
+            divided into turns, else None.
+
+        Raises:
+            ValueError: a row cannot be read, or `make_documents` refuses the rows.
         """
+
+    def finish(self, document: DocumentTokens) -> dict[str, Any]:
+        """Return the document for a batch, from a waiting document."""
+        return document
+
+    def num_bytes(self, document: DocumentTokens) -> int:
+        """Return the size in memory of what a waiting document holds beside tokens."""
+        return 0
+
+    def count_images(self, documents: Sequence[DocumentTokens]) -> np.ndarray:
+        """Return the number of images of each document, their number of values, and its squares, shape (N, 3)."""
+        return np.zeros((len(documents), 3), dtype=np.int64)
+
+    def report_section(self, stream: Any, counts: Any) -> Any:
+        """Return what a report says of the content of the documents of a `PackedStream` so far; None of text."""
+        return None
+
+    def encode(self, documents: Sequence[DocumentTokens]) -> dict[str, Any]:
+        """Return the entries of a state that hold the content of documents, see `encode_documents` (`stream.py`)."""
+        return {}
+
+    def decode(self, state: dict[str, Any]) -> dict[str, list[Any]]:
+        """Return the content of the documents of a state by its key in a document. It inverts `encode`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class StreamTokens(StreamRows):
+    """Makes documents of rows that have tokens."""
+
+    vocab_size: int | None = None  # size of the vocabulary, to refuse other token ids; None does not check them
+
+    def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
+        return dataset, self
+
+    def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
         if "input_ids" in table.column_names:
             check_tokens(table, "train", self.vocab_size)
         reader = TokenReader(table)
@@ -161,9 +206,9 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
 
     Args:
         parts: the parts of the share. Their rows have `input_ids` and, optionally, `labels`, `seq_lengths` and
-            `attention_mask`, or they have images. There is one part for each worker, or one part without workers. If
-            another number of ranks has begun the pass, there may be more or fewer parts than workers, and a worker
-            reads one part after the other.
+            `attention_mask`, or what `rows` makes documents of. There is one part for each worker, or one part without
+            workers. If another number of ranks has begun the pass, there may be more or fewer parts than workers, and a
+            worker reads one part after the other.
         states: the state from which the reader of each part continues.
         packing: the settings that decide how documents are cut.
         rows: makes documents of rows.
@@ -177,7 +222,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
     parts: list[IterableDataset]
     states: list[ReaderState]
     packing: Packing
-    rows: StreamTokens | StreamImages
+    rows: StreamRows
     weight_column: str | None = None
     source_column: str | None = None
 

@@ -33,7 +33,6 @@ from ..attention.forwards import mark_packed_forwards
 from ..attention.models import has_attention
 from ..attention.varlen import ATTENTION_NAME
 from ..feature import PLAIN, Feature
-from .image_probe import ImageExamples, make_probe
 from .isolation_report import IsolationReport
 from .probe import DOCUMENT_LENGTHS, NUM_EXTRA_TOKENS, Documents, Examples, Probe, RunPair, replace_documents
 from .probed_model import MAX_NOISE, NUM_DRAWS, CannotRun, largest_distance, to_exact
@@ -45,7 +44,7 @@ from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 FAR_TOKENS = 300
 FILLER_TOKENS = 100  # length of each document that fills the tokens before it
 HALF_PRECISION_TOLERANCE = 1e-4  # a tolerance above it means half precision
-# Fields of a report that take the larger of two values, of packs of text and of packs with images
+# Fields of a report that take the larger of two values, of packs of text and of packs of documents that hold more
 MAXIMUM_FIELDS = ("max_change", "max_difference", "tolerance")
 
 
@@ -54,7 +53,7 @@ def check_isolation(
     max_length: int | None = None,
     degree: int = 1,
     *,
-    images: ImageExamples | None = None,
+    images: Any = None,
     user_attention: str | None = None,
 ) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
@@ -101,7 +100,8 @@ def check_isolation(
     >>> report.passed, report.isolated, report.equal
     (True, True, True)
     """
-    return check_packs(model, max_length, degree, images=images, user_attention=user_attention, farthest=max_length)
+    feature = PLAIN if images is None else images.feature
+    return check_packs(model, max_length, degree, user_attention=user_attention, feature=feature, farthest=max_length)
 
 
 def check_packs(
@@ -109,7 +109,6 @@ def check_packs(
     max_length: int | None = None,
     degree: int = 1,
     *,
-    images: ImageExamples | None = None,
     user_attention: str | None = None,
     feature: Feature = PLAIN,
     farthest: int | None = None,
@@ -120,11 +119,10 @@ def check_packs(
 
     Args:
         feature: makes the probe. If documents share rows by it, `isolated` and `equal` are also False if a document
-            does not attend to the tokens that it shares. With `images`, documents share images, and text in front of
-            other images.
+            does not attend to the tokens that it shares.
         farthest: test documents up to so many tokens from the start of a pack; None tests `FAR_TOKENS` only.
     """
-    probe = make_probe(model, images, degree, user_attention=user_attention, feature=feature)
+    probe = feature.make_probe_class(Probe)(model, degree, user_attention)
     with probe.undisturbed(), ExitStack() as hooks:
         try:
             if probe.attention == ATTENTION_NAME:
@@ -132,12 +130,9 @@ def check_packs(
             elif not probe.group.is_alone and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             text_report, defect = judge_probe(probe, max_length, farthest=farthest)
-            if defect is not None:
+            if defect is not None or not probe.has_further_examples:
                 return text_report
-            examples = probe.image_examples()
-            if examples is None:
-                return text_report
-            report = judge_probe(probe, max_length, examples)[0]
+            report = judge_probe(probe, max_length, probe.further_examples())[0]
             largest = {name: max(getattr(text_report, name), getattr(report, name)) for name in MAXIMUM_FIELDS}
             return replace(report, unreachable=text_report.unreachable, **largest)
         except CannotRun as error:

@@ -7,7 +7,8 @@ passes trains on packs. One that fails is repaired (`search.py`), or unpacked (`
 Words: a model is *proved* if the probe has found documents in packs isolated, and equal to themselves alone. It is
 *repaired* if some modules run on each document separately, and *unpacked* if its backbone gets the documents of a pack
 as rows of a padded batch. The *previous* attention is the one that the user gave the model, and that it has outside of
-packs. *Towers* are the vision encoders of image-text models. The *degree* is the number of ranks that share a pack.
+packs. *Towers* are the parts of a model that read no text, such as images. The *degree* is the number of ranks that
+share a pack.
 """
 
 import warnings
@@ -26,23 +27,16 @@ from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernel_errors import KernelError, OwnAttentionError
 from ..attention.masked import own_in_packs
 from ..attention.models import base_model, has_attention, text_config
-from ..attention.tower_attention import (
-    REPLACED_ATTENTION,
-    TOWER_ATTENTION,
-    TowerAttentionError,
-    has_tower_attention,
-    note_on_towers,
-    set_tower_attention,
-)
+from ..attention.tower_support import TowerSupport, tower_support
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from ..feature import PLAIN, Feature
 from .check_isolation import check_packs
-from .image_probe import ImageExamples, make_probe
 from .isolation_report import IsolationReport, PackingLeakError
+from .probe import Probe
 from .repair import Repair
 from .search import RepairSearch, agree_on_ranks
-from .unpacking import UnpackedForward, UnpackedImages
+from .unpacking import UnpackedForward
 
 OnLeak = Literal["repair", "raise", "unpack"]
 # Reasons why only `packfix_varlen` can be used: what other implementations of attention lack
@@ -65,8 +59,8 @@ class PackedModel:
         enforce_flash_attention: whether the attention of the model is replaced by one that is faster on packs.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
-        feature: the feature of the packs, which is proved by `prove_feature`.
-        images: makes documents with images for the probe; None if packs have no images.
+        feature: the feature of the packs. `prove` proves the feature that all packs have (`Feature.plain`), and
+            `prove_feature` the feature itself.
 
     Attributes:
         attention: the chosen attention, with the reason.
@@ -89,7 +83,6 @@ class PackedModel:
         own_hooks: Sequence[ModelHooks] = (),
         shares_packs: bool = False,
         feature: Feature = PLAIN,
-        images: ImageExamples | None = None,
     ):
         self.model = model
         self.dtype = dtype
@@ -104,7 +97,7 @@ class PackedModel:
         elif feature.needs_lookup:
             self._needs_varlen = LOOKS_UP
         self.feature = feature
-        self.images = images
+        self._towers = tower_support() if feature.plain.has_towers else TowerSupport()
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
         run_hooks_inside_adapters(model)
@@ -116,13 +109,14 @@ class PackedModel:
 
     def _choose_attention(self) -> None:
         """Choose the attention of packs by the refusals so far, and forget the last report, repairs and unpacking."""
+        tower_attention = self._towers.attention_name
         choose = partial(
             choose_attention,
             self.model,
             self.enforce_flash_attention,
             self.dtype,
             device_type=self.device_type,
-            refusals={name: reason for name, reason in self._refusals.items() if reason and name != TOWER_ATTENTION},
+            refusals={name: reason for name, reason in self._refusals.items() if reason and name != tower_attention},
         )
         needs_varlen = self._needs_varlen
         if needs_varlen == LOOKS_UP:
@@ -131,16 +125,15 @@ class PackedModel:
                 if choose().is_flash and not choose(needs_varlen=needs_varlen).is_flash:
                     needs_varlen = None  # flash attention gains more than shared rows
         self.attention = choose(needs_varlen=needs_varlen)
-        if self.images is not None:
-            reason = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
-            reason = self._refusals.get(TOWER_ATTENTION) or reason
-            note = note_on_towers(base_model(self.model), self._takes_towers, reason)
-            self.attention = replace(self.attention, reason=self.attention.reason + note)
+        reason = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
+        reason = self._refusals.get(tower_attention) or reason
+        note = self._towers.note(base_model(self.model), self._takes_towers, reason)
+        self.attention = replace(self.attention, reason=self.attention.reason + note)
         self.isolation: IsolationReport | None = None
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
         self._search: RepairSearch | None = None
-        self._unpacked: UnpackedForward | UnpackedImages | None = None
+        self._unpacked: ModelHooks | None = None
 
     def _forget_proofs(self) -> None:
         """Forget whether the feature and which degrees were proved, because that was under another attention."""
@@ -149,8 +142,9 @@ class PackedModel:
 
     @property
     def _takes_towers(self) -> bool:
-        """Whether vision towers that pass on the boundaries of their images run on the attention of this package."""
-        return self.images is not None and self.enforce_flash_attention and not self._refusals.get(TOWER_ATTENTION)
+        """Whether towers that can run on the attention of this package do so in packs."""
+        name = self._towers.attention_name
+        return bool(name) and self.enforce_flash_attention and not self._refusals.get(name)
 
     @property
     def is_proved(self) -> bool:
@@ -210,7 +204,7 @@ class PackedModel:
             hooks.remove()
         self._search = None
         set_attention(self.model, self.attention.previous)
-        self._unpacked = UnpackedForward(self.model) if self.images is None else UnpackedImages(self.model)
+        self._unpacked = self.feature.plain.make_unpacked_class(UnpackedForward)(self.model)
         for hooks in self._hooks:
             hooks.install()
         self.isolation = self._report_probe(wrapped)
@@ -230,8 +224,8 @@ class PackedModel:
         name = self.attention.name
         if "flash" in name and name != self.attention.previous:
             suspects.append(name)
-        if has_tower_attention(base_model(self.model)):
-            suspects.append(TOWER_ATTENTION)
+        if self._towers.has_attention(base_model(self.model)):
+            suspects.append(self._towers.attention_name)
         for kernel in suspects:
             if report.passed:
                 break
@@ -247,10 +241,11 @@ class PackedModel:
         while True:
             try:
                 return self._report_probe(wrapped)
-            except TowerAttentionError as error:
-                self._set_kernel(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
             except KernelError as error:  # equal on all ranks: it depends on the model, the dtype and the device
-                self._replace_kernel(error)
+                if error.kernel is None:
+                    self._replace_kernel(error)
+                else:
+                    self._set_kernel(error.kernel, refusal=" ".join(str(error).split()))
 
     def _set_kernel(self, kernel: str, refusal: str | None = None) -> None:
         """Let an attention be chosen, or exclude it for the reason `refusal`, and set the model up again."""
@@ -360,12 +355,11 @@ class PackedModel:
                 wrapped,
                 self.max_length,
                 degree,
-                images=self.images,
                 user_attention=attention.previous,
-                feature=self.feature if with_feature else PLAIN,
+                feature=self.feature if with_feature else self.feature.plain,
             )
         )
-        if self.recall is None or self.images is not None or self.repaired or self.is_unpacked:
+        if self.recall is None or self.repaired or self.is_unpacked:
             report = run_probe()
         else:
             hooks = [type(hook).__name__ for hook in self.own_hooks]
@@ -383,7 +377,8 @@ class PackedModel:
         for name in dict.fromkeys((self.attention.name, own_name)):
             if name != self.attention.name:
                 set_attention(self.model, name)
-            probe = make_probe(wrapped, self.images, user_attention=self.attention.previous)
+            probe_class = self.feature.plain.make_probe_class(Probe)
+            probe = probe_class(wrapped, user_attention=self.attention.previous)
             search = RepairSearch(probe, self._guard, self.max_length)
             self._search = search
             try:
@@ -392,7 +387,7 @@ class PackedModel:
             except OwnAttentionError:
                 search.give_up()
                 continue
-            if self.images is not None and report.passed:
+            if probe.has_further_examples and report.passed:
                 report = self._report_probe(wrapped)  # the search repairs and tests documents of text
             if report.passed:
                 self.isolation = replace(report, repaired=search.repairs)
@@ -435,7 +430,7 @@ class PackedModel:
             return
         set_attention(self.model, tested)
         if self._takes_towers:
-            set_tower_attention(base_model(self.model), TOWER_ATTENTION)
+            self._towers.set_attention(base_model(self.model), True)
         warnings.warn(
             f"attn_implementation={current!r} was set on the model during training, and packs were tested with "
             f"{tested!r}: other attention may ignore the boundaries of documents. {tested!r} is set again. To read "
@@ -455,7 +450,7 @@ class PackedModel:
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.name)
         if self._takes_towers:
-            set_tower_attention(base_model(self.model), TOWER_ATTENTION)
+            self._towers.set_attention(base_model(self.model), True)
         for hooks in self._hooks:
             hooks.install()
         self._head = unshard_lm_head(base_model(self.model))
@@ -465,7 +460,7 @@ class PackedModel:
         if not self.has_packed_attention:
             return
         self.has_packed_attention = False
-        set_tower_attention(base_model(self.model), REPLACED_ATTENTION)
+        self._towers.set_attention(base_model(self.model), False)
         for hooks in self._hooks:
             hooks.remove()
         if self._head is not None:

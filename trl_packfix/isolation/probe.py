@@ -2,8 +2,8 @@
 
 The leak probe tests whether a document in a pack has the states that it has alone. It has three layers. `ProbedModel`
 (`probed_model.py`) computes the states and gradients of one batch, and `Probe` (here) builds packs and runs them on it.
-`check_isolation.py` decides which packs are run, and judges what they give. `tracing.py` uses the same runs to find
-the modules where information crosses. `image_probe.py` and `prefix_probe.py` have subclasses of `Probe` for packs with
+`check_isolation.py` decides which packs are run, and judges what they give. `tracing.py` uses the same runs to find the
+modules where information crosses. `features/images` and `features/prefixes` have subclasses of `Probe` for packs with
 images, and for packs whose documents share prefixes.
 
 Words: a *document* is one training example, here a tensor of random tokens. A *pack* is one sequence of documents, one
@@ -47,7 +47,7 @@ READ_AHEAD_THRESHOLD = 1e-3
 # modules compute in fp32
 SMALLEST_ROUNDING = 1e-4
 T = TypeVar("T")
-Documents = list[Any]  # the documents of a pack: tensors of tokens, or `ImageDocument` in the probe for images
+Documents = list[Any]  # the documents of a pack: tensors of tokens, or in a subclass of `Probe` other objects
 Examples = tuple[Documents, list[Documents]]  # a pack, and variants of it with other documents in some places
 
 
@@ -142,6 +142,7 @@ class Probe(ProbedModel):
     dtype: torch.dtype
     # Whether `tracing.py` can find the modules of a leak. It expects packs that hold documents one after the other.
     traces_leaks = True
+    has_further_examples = False  # whether packs of documents that hold more than text are tested, after packs of text
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
@@ -176,9 +177,9 @@ class Probe(ProbedModel):
             replace_documents(documents, {2: self.tokens(lengths[2] + NUM_EXTRA_TOKENS)}),
         ]
 
-    def image_examples(self) -> Examples | None:
-        """Return documents with images in unequal places and variants of their pack, or None in a probe of text."""
-        return None
+    def further_examples(self) -> Examples:
+        """Return a pack of documents that hold more than text, and variants of it, if `has_further_examples`."""
+        raise NotImplementedError
 
     def long_examples(self, threshold: int) -> Examples:
         """Draw three documents, the second with `threshold` tokens, and a variant with a short one in its place."""

@@ -27,7 +27,7 @@ from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.kernel_errors import KernelError, is_device_error, raise_refusal
 from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
-from ..attention.tower_attention import towers_as_given
+from ..attention.tower_support import tower_support
 from ..attention.varlen import ATTENTION_NAME
 from ..group import Group, make_groups
 from ..layout import Layout
@@ -232,7 +232,7 @@ class ProbedModel:
         heads = max(head_counts(self.config), default=1)
         if name == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
             name = "sdpa" if self.inner._supports_sdpa else current
-        with towers_as_given(self.inner):
+        with tower_support().attention_as_given(self.inner):
             if name == current:
                 yield
                 return

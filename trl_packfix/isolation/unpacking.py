@@ -103,32 +103,3 @@ def join_outputs(
         layers = zip(*(batch_output["router_logits"] for batch_output in outputs), strict=True)
         output["router_logits"] = tuple(join_router_logits([*layer]) for layer in layers)
     return output
-
-
-class UnpackedImages(AroundCalls):
-    """Runs the whole base model of an image-text model on documents as rows, while it is installed.
-
-    `UnpackedForward` would be too late for models that build masks or positions from images before the decoder (gemma3
-    lets the tokens of an image attend to each other). All documents of a pack share one call, so that every rank
-    gathers the same parameters, and images are in the order of their documents. Rows are padded with token 0. The probe
-    runs such rows, so a model in which token 0 is an image is refused.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__(base_model(model).base_model)
-
-    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
-        boundaries = kwargs.get("cu_seq_lens_q")
-        if boundaries is None:
-            return
-        assert not args, "packs are passed by name"
-        row_length = int(kwargs["max_length_q"]) + NUM_PADDING_TOKENS
-        columns = torch.arange(row_length, device=boundaries.device)
-        mask = columns < boundaries.diff()[:, None]  # which tokens of the rows are real, (B, L)
-        token_indices = (boundaries[:-1, None] + columns).clamp(max=boundaries[-1] - 1)  # in the pack, (B, L)
-        row_arguments = {name: value for name, value in kwargs.items() if name not in (*BOUNDARIES, "position_ids")}
-        for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
-            if row_arguments.get(name) is not None:
-                row_arguments[name] = row_arguments[name][0][token_indices].masked_fill(~mask, 0)
-        output = yield (), row_arguments | {"attention_mask": mask.long()}
-        yield join_outputs([output], lambda values: values[0][mask][None], lambda values: values[0][mask.flatten()])

@@ -21,7 +21,7 @@ from ..version import libraries_newer_than_tested
 from .numbers import PlanSample
 from .packs import first_packs
 from .report import PackingReport
-from .sections import ImageNumbers, LengthHistogram, SharedPacks
+from .sections import LengthHistogram, SharedPacks
 
 if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
     from ..data.stream import PackedStream, StreamCounts
@@ -89,7 +89,7 @@ def make_report(
         imbalance=imbalance(unit_schedule, units.costs(), synchronisation),
         prefixes=packing.feature.report_section(planner),
         shared=shared,
-        images=ImageNumbers.of_table(planner),
+        images=reader.report_section(planner),
         turns=reader.turns,
         ledger=documents.ledger,
         newer_libraries=libraries_newer_than_tested(),
@@ -126,7 +126,7 @@ def make_stream_report(
         efficiency=counts.tokens / (counts.packs * packing.capacity) if counts.packs else None,
         num_steps=max_steps,
         shared=SharedPacks.of_stream(stream, micro_steps or {}),
-        images=ImageNumbers.of_stream(stream, counts),
+        images=stream.rows.report_section(stream, counts),
         ledger=counts.ledger,
         newer_libraries=libraries_newer_than_tested(),
     )

@@ -47,3 +47,16 @@ class FeatureSection(Protocol):
             setting); None if all documents of a step are independent.
         """
         ...
+
+
+class ContentSection(Protocol):
+    """What documents hold beside tokens, such as images; `RowReader.report_section` makes it."""
+
+    @property
+    def imbalances_text(self) -> str:
+        """The end of a line on the imbalance of ranks, with the imbalances of its parts; "" if they are not known."""
+        ...
+
+    def line(self) -> str:
+        """Return the text of the line of the report."""
+        ...

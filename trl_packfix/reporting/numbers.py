@@ -14,9 +14,9 @@ from ..data.documents import Ledger
 from ..planning.strategies import Strategy
 from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
-from .feature_section import FeatureSection
+from .feature_section import ContentSection, FeatureSection
 from .packs import ShownPack
-from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
+from .sections import LengthHistogram, OwnPacks, SharedPacks
 
 if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
     from ..isolation.isolation_report import IsolationReport
@@ -65,7 +65,7 @@ class PackingNumbers:
     imbalance: float | None = None
     shared: SharedPacks | None = None
     prefixes: FeatureSection | None = None
-    images: ImageNumbers | None = None
+    images: ContentSection | None = None
     turns: PerTurnCounts | None = None
     trained: TrainedSummary | None = None
     data: DataReport | None = None

@@ -149,19 +149,6 @@ def check_chat_template(dataset: Dataset | IterableDataset, name: str, tokenizer
         )
 
 
-def check_texts_with_images(dataset: object, name: str, *, per_turn: bool) -> None:
-    """Refuse rows with images whose texts TRL's collator cannot read."""
-    if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
-        return
-    forms = [(columns, has) for columns, has in texts.forms_of_table(dataset, "") if has.any()]
-    if not per_turn and any(columns == ("conversations",) for columns, _ in forms):
-        raise ValueError(
-            f"The {name} dataset of {len(dataset)} rows has images and `conversations`. The collator of images reads "
-            "`messages` with `role` and `content`. Convert the rows: "
-            '`dataset.map(trl.maybe_convert_to_chatml, remove_columns="conversations")`.'
-        )
-
-
 def has_conversations(dataset: Any) -> bool:
     """Return whether any row is a conversation that will be tokenised: of a table all rows, of a stream the first.
 

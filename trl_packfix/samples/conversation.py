@@ -223,6 +223,12 @@ def plain_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     return tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row of the dataset; [] if it has none."""
+    images = [row["image"]] if "image" in row else row.get("images")
+    return [image for image in images or [] if image is not None]
+
+
 def _images(messages: Sequence[Message]) -> list[object]:
     """Return the images that the messages contain, in order."""
     contents = [message.get("content") for message in messages]

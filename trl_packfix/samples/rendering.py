@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from .conversation import Conversation, Message, Tokenizer
-from .processor import images_of
+from .conversation import Conversation, Message, Tokenizer, images_of
 from .recipes import training_template
 from .text_kinds import messages_of_columns
 from .turns import TurnSettings

@@ -25,7 +25,6 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data.cache import cached_documents
 from ..data.dataset_checks import check_tokenised
@@ -35,7 +34,6 @@ from ..data.row_values import SOURCES, RowValuesCollator, read_row_values
 from ..feature import Feature, features_of
 from ..layout import layout_of
 from .checks import check_prepared
-from .images import check_padded_images
 from .loading import TrainingData
 from .objective import Objective
 from .planner import make_planner
@@ -93,7 +91,7 @@ class Evaluation(TrainerPart):
         """
         if isinstance(dataset, IterableDataset) and self._reads_rows:
             # The stream is read into a table in memory, because each evaluation needs all of it
-            dataset = self._data.images.table(dataset)
+            dataset = self._data.reading.table(dataset)
         if self._evaluates_documents(dataset):
             return self._evaluation_loader(dataset, needs_logits)
         if must_be_prepared and self._reads_rows and isinstance(dataset, Dataset):
@@ -102,14 +100,12 @@ class Evaluation(TrainerPart):
 
     @property
     def _reads_rows(self) -> bool:
-        """Whether this package knows how to collate rows: it packs images, or the user has not set a collator."""
-        return self._data.packs_images or isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
+        """Whether this package knows how to collate rows: the user has set no collator of their own."""
+        return self._data.reading.replaces(self._data.padded_collator)
 
     def _evaluates_documents(self, dataset: object) -> TypeGuard[Dataset]:
-        """Return whether this package makes the loader of a set: of a table of tokens, or of rows with images."""
-        if not (isinstance(dataset, Dataset) and self._reads_rows):
-            return False
-        return self._data.packs_images or "input_ids" in dataset.column_names
+        """Return whether this package makes the loader of a set."""
+        return isinstance(dataset, Dataset) and self._reads_rows and self._data.reading.reads(dataset)
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
         """Return whether an evaluation runs on packs; otherwise it runs on padded batches.
@@ -137,14 +133,14 @@ class Evaluation(TrainerPart):
         """The feature that packs of an evaluation have."""
         # A loss of the user expects one label per position, so documents do not share the positions of a prefix
         shares = self._data.shares_rows and self.is_exact
-        return features_of(self.args).in_evaluation(packs_images=self._data.packs_images, shares=shares)
+        return features_of(self.args).in_evaluation(can_sort=self._data.reading.has_stored_tokens, shares=shares)
 
     def _read_documents(self, dataset: Dataset) -> DocumentDataset:
         """Return the documents of a set, with their sources if the set has the column. Refuse bad sources."""
         args = self.args
         source_column = args.source_column if args.source_column in dataset.column_names else None
         values = read_row_values(dataset, None, source_column, name="evaluation")
-        reader = self._data.images.read(dataset, "evaluation")
+        reader = self._data.reading.read(dataset, "evaluation")
         # Evaluation has one document per row. So long documents are truncated even if training splits or drops them.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
         documents = cached_documents(
@@ -256,8 +252,8 @@ class Evaluation(TrainerPart):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            check_padded_images(self._trainer.accelerator, document_dataset.reader)
-            collate = self._data.images.padded(self._data.padded_collator)
+            self._data.reading.check_padded(document_dataset.reader)
+            collate = self._data.reading.padded(self._data.padded_collator)
         if document_dataset.values.sources is not None:
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
         return self._data.make_loader(document_dataset, sampler, collate)
@@ -333,7 +329,7 @@ class Evaluation(TrainerPart):
     @property
     def is_exact(self) -> bool:
         """Whether loss and metrics are computed from totals over the set; otherwise TRL computes them."""
-        return self._loss_of_user is None and not self._data.leaves_images_to_trl
+        return self._loss_of_user is None and not self._data.leaves_batches_to_trl
 
     @property
     def _loss_of_user(self) -> str | None:

@@ -44,8 +44,8 @@ from ..attention.models import base_model
 from ..data.rank_share import RankShare
 from ..data.row_values import WEIGHTS
 from ..isolation.gradients import SMALL_SHARE, gradient_products, largest_gap, relative_gaps
-from ..isolation.image_probe import ImageDocument, make_probe
 from ..isolation.isolation_report import PackingLeakError
+from ..isolation.probe import Probe
 from ..isolation.ties import FirstOfTies
 from ..layout import IGNORE_INDEX
 from .compiled_layers import layers_uncompiled
@@ -135,8 +135,8 @@ class FirstStep:
 
     def _make_probe(self, model: nn.Module) -> Any:
         """Return a probe, which runs `model` for tests; on unpacked documents with the attention that the user set."""
-        user_attention = self._trainer.packed_model.attention.previous
-        return make_probe(model, self._data.images.examples, user_attention=user_attention)
+        probe_class = self._data.reading.feature.make_probe_class(Probe)
+        return probe_class(model, user_attention=self._trainer.packed_model.attention.previous)
 
     # The comparison
 
@@ -213,7 +213,7 @@ class FirstStep:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
         text += f"; gradients {_gap_text(gradient_gap, gradient_limit, FINE_GRADIENT_GAP)} over "
         text += f"{len(self._parameter_names)} parameters"
-        if self._trainer.aux_loss_enabled and self._data.packs_images:
+        if self._trainer.aux_loss_enabled and not self._data.reading.stacks_documents:
             text += "; the router loss is not compared with images"
         return StepComparison(text, loss_gap, gradient_gap, problem=problem)
 
@@ -262,15 +262,8 @@ class FirstStep:
         documents, group = self._data.source.first_documents(NUM_CANDIDATES)
         # Only documents with a trained token and a weight change the model
         documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
-        examples = self._data.images.examples  # None in a run without images
-        if examples is not None and self._has_collectives:
-            # A row without images does not run the vision tower, and ranks that run it would wait forever. So all ranks
-            # take documents with images if every rank has one, and otherwise documents without images
-            with_images = [document for document in documents if examples.images.has_images(document)]
-            without_images = [document for document in documents if not examples.images.has_images(document)]
-            num_ranks_with_images = self._sum_over_ranks(bool(with_images))
-            all_have_images = num_ranks_with_images == self._trainer.accelerator.num_processes
-            documents = with_images if all_have_images else without_images
+        if self._has_collectives:
+            documents = self._data.reading.alike_on_ranks(documents, self._sum_over_ranks)
         first_pack = choose_documents(documents)
         second_pack = [max(first_pack, key=document_length)] if group.is_alone else first_pack[1:]
         return [RankShare(pack, group) for pack in (first_pack, second_pack)]
@@ -332,9 +325,9 @@ class FirstStep:
             rank_divisor += weight * (num_tokens > 0 if weighs_documents else num_tokens)
         divisor = self._sum_over_ranks(rank_divisor) / copies
 
-        # Second, batches of documents of equal length. A document has a batch of its own if it may have images, or if
+        # Second, batches of documents of equal length. A document has a batch of its own if it is not stacked, or if
         # forward passes wait for other ranks, because all ranks must then have equally many batches
-        is_single = self._has_collectives or self._data.packs_images
+        is_single = self._has_collectives or not self._data.reading.stacks_documents
         batches: dict[int, list[int]] = {}  # indices of documents, by their length or by a key of their own
         for i, document in enumerate(documents):
             batches.setdefault(-i if is_single else document_length(document), []).append(i)
@@ -359,7 +352,7 @@ class FirstStep:
         """Return the sum of the loss over the trained tokens of each document, (B,), by the model's own logits.
 
         Args:
-            documents: B documents of equal length, which are the rows of one batch; or one document with images.
+            documents: B documents of equal length, which are the rows of one batch; or one document.
         """
         trainer = self._trainer
         args = self._trainer.args
@@ -369,7 +362,7 @@ class FirstStep:
             row = self._probe.make_row(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
         else:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
-            row = self._probe.make_row(ImageDocument(without_weight))
+            row = self._probe.make_row(without_weight)
         with trainer.compute_loss_context_manager():
             if not self._objective.fused_head_is_exact:
                 # `check_fused_head` has warned that the logits of the model's own LM head differ from the logits of the
@@ -564,7 +557,7 @@ class FirstStep:
             with trainer.packed_model.attending(), probe.undisturbed():
                 for document_noise in noise_amplitudes:
                     document_noise.alpha = 0.0
-                trainer.aux_loss_enabled &= not self._data.packs_images
+                trainer.aux_loss_enabled &= self._data.reading.stacks_documents
                 # `training_step` sets all modules to train mode. Before each forward, this hook sets the modules that
                 # draw random numbers to eval mode again
                 with probe.inner.register_forward_pre_hook(probe.silence):

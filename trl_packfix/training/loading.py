@@ -50,17 +50,18 @@ from ..feature import PLAIN, Feature, features_of
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..reporting.report import is_on_hub
-from ..samples.checks import check_texts_with_images, columns_of, has_images, has_transform, what_is_trained
+from ..samples.checks import columns_of, has_transform, what_is_trained
 from ..samples.data_proof import prove_or_refuse
 from ..samples.data_report import DataReport
+from ..samples.image_support import image_support
 from ..samples.row import PerTurnCounts, TrainedSummary
 from . import checks
 from .choices import RunSettings, text_config
 from .config import SFTConfig
 from .conflicts import refuse_conflicts
-from .images import ImageData, TextData
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
+from .reading import TextReading, reading_class
 from .remembered import RememberedProofs
 from .source import Source
 from .stream_source import StreamSource
@@ -84,8 +85,8 @@ class TrainingData(TrainerPart):
 
     Attributes:
         source: the training set.
-        images: reads datasets and collates documents; an `ImageData` if rows have images, else a `TextData`.
-        packs_images: whether packs have images.
+        reading: reads datasets and collates documents.
+        reading_class: the class of `reading` in a run with packing, which `reading_class` has chosen.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
         turn_counts: how many conversations `per_turn` has split into how many samples; None without `per_turn`.
         data_report: whether every text of the training set is in the tokens once; None for tokenised rows.
@@ -108,13 +109,13 @@ class TrainingData(TrainerPart):
         super().__init__(trainer)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
-        self.images = TextData(trainer)
+        self.reading = TextReading(trainer)
+        self.reading_class = reading_class(args, train_dataset)
         self._text_collator = PackedDataCollator()  # makes the tokens and boundaries of packs in training
         self.turn_counts: PerTurnCounts | None = None
         self.data_report: DataReport | None = None
         self.trained_summary = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
         self.source: Source = source_class(train_dataset)(trainer, self)
-        self.packs_images = args.packing and has_images(train_dataset)
 
     def prepare_run(self) -> None:
         """Read the training set, and prepare the model for packs."""
@@ -134,8 +135,7 @@ class TrainingData(TrainerPart):
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
             trainer.padding_free = True  # the constructor of the trainer has hidden this from TRL's constructor
-            if self.packs_images:
-                self.images = ImageData(trainer)
+            self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
             self._text_collator = collate.rows
@@ -144,7 +144,7 @@ class TrainingData(TrainerPart):
         # images, so it is proved here that their texts are in the tokens
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
-            check_texts_with_images(dataset, name, per_turn=args.per_turn)
+            image_support().check_texts(dataset, name, per_turn=args.per_turn)
             if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
                 self.data_report = report if dataset is trainer.train_dataset else self.data_report
@@ -154,9 +154,9 @@ class TrainingData(TrainerPart):
         self.constructed_with = checks.ModelInit(args, trainer.model)
 
     @property
-    def leaves_images_to_trl(self) -> bool:
-        """Whether rows have images and are not packed, so that TRL makes the batches and the loss."""
-        return self._trainer._is_vision_dataset and not self.packs_images
+    def leaves_batches_to_trl(self) -> bool:
+        """Whether rows hold more than text and are not packed, so that TRL makes the batches and the loss."""
+        return self._trainer._is_vision_dataset and not self.args.packing
 
     # The training set
 
@@ -241,7 +241,7 @@ class TrainingData(TrainerPart):
     def cost_model(self) -> CostModel:
         """The FLOPs that a document of a length, and with images, costs on this model."""
         model = base_model(self._trainer.model)
-        return self.images.costs(make_cost_model(model.config, type(model)))
+        return self.reading.costs(make_cost_model(model.config, type(model)))
 
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
@@ -297,9 +297,9 @@ class TrainingData(TrainerPart):
             text_collator,
             # A router sees every token, also a token on whose output no document is trained
             keeps_last_rows=self._trainer.aux_loss_enabled,
-            compare=self.images.compare,
+            compare=self.reading.compare,
         )
-        return PackCollator(text_collator, self.images.of_packs())
+        return PackCollator(text_collator, self.reading.of_packs())
 
     @property
     def shares_rows(self) -> bool:
@@ -341,7 +341,7 @@ class TrainingData(TrainerPart):
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
             model = base_model(self._trainer.model)
-            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
+            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=self.reading.stacks_documents))
         packed_model = PackedModel(
             self._trainer.model,
             self.attention_dtype,
@@ -351,12 +351,11 @@ class TrainingData(TrainerPart):
             enforce_flash_attention=args.enforce_flash_attention,
             own_hooks=hooks,
             shares_packs=args.tokens_per_rank is not None,
-            feature=features_of(args),
-            images=self.images.examples,
+            feature=features_of(args, self.reading.feature),
         )
         # Proofs of an earlier start with an equal model and engine are read from the folder of the cached documents
         folder = self.source.cache_folder
-        if folder is not None:
+        if folder is not None and self.reading.has_stored_tokens:  # a remembered proof knows no processor
             plugin = self._trainer.accelerator.state.deepspeed_plugin
             engine = (self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config)
             packed_model.recall = RememberedProofs(folder, (engine, args.torch_compile)).recall

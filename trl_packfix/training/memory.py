@@ -81,7 +81,7 @@ class MeasureMemory(TrainerCallback):
         trainer = self._trainer
         model: Any = base_model(trainer.model)
         engine = _engine_of(trainer)
-        is_text = not self._data.packs_images and not getattr(model, "is_quantized", False)
+        is_text = self._data.reading.stacks_documents and not getattr(model, "is_quantized", False)
         packing = self._data.source.packing
         if engine is None or not is_text or packing is None:
             return None

@@ -40,7 +40,6 @@ from ..data.row_values import SOURCES, WEIGHTS
 from ..feature import features_of
 from ..layout import Layout, Sizes, Targets, layout_of
 from ..planning.costs import LLAMA_7B
-from ..samples.processor import sequence_sizes
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
 from .lm_head import score_tokens
@@ -103,9 +102,9 @@ class Objective(TrainerPart):
     def replaces_trl_loss(self) -> bool:
         """Whether this loss replaces TRL's loss.
 
-        It does not for unpacked rows with images, nor under TRL's own sequence parallelism.
+        It does not where TRL makes the batches, nor under TRL's own sequence parallelism.
         """
-        return not self._data.leaves_images_to_trl and self._trainer.get_sp_size() == 1
+        return not self._data.leaves_batches_to_trl and self._trainer.get_sp_size() == 1
 
     @property
     def smoothing(self) -> float:
@@ -329,8 +328,8 @@ class Objective(TrainerPart):
         collected: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_be_dummy = inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
-        # With images, a pack without an image may get a placeholder document
-        counts_tokens_once = not (pads or may_be_dummy or self._data.packs_images or layout.weighs_rows)
+        may_have_placeholder = not self._data.reading.stacks_documents  # a document in place of missing images
+        counts_tokens_once = not (pads or may_be_dummy or may_have_placeholder or layout.weighs_rows)
         if not self._trainer.aux_loss_enabled or not layout.is_packed or counts_tokens_once:
             yield collected
             return
@@ -391,7 +390,7 @@ class Objective(TrainerPart):
         self.totals.add_batch(FetchedBatch(sizes, trained, inputs["labels"].numel(), flops, layout.group.is_leader))
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
-        """Return the FLOPs of forward and backward of a batch, with its images; 0 if the model's cost is not known."""
+        """Return the FLOPs of forward and backward of a batch; 0 if the model's cost is not known."""
         costs = self._data.cost_model
         dtype = sum_dtype(sizes.lengths.device)
         if costs is LLAMA_7B:  # the stand-in for a model whose costs are not known
@@ -400,14 +399,13 @@ class Objective(TrainerPart):
             training_flops(costs, tokens.to(dtype), self.trained_share).sum()
             for tokens in (sizes.lengths, sizes.shared_tokens)
         )
-        image_sizes = sequence_sizes(inputs).to(dtype)
-        tower_flops = 3 * costs.tower(image_sizes, image_sizes**2).sum()  # a backward costs two forwards
+        tower_flops = 3 * self._data.reading.tower_flops(inputs, costs, dtype)  # a backward costs two forwards
         return document_flops - shared_flops + tower_flops
 
     @cached_property
     def trained_share(self) -> float:
         """The share of the model's weights, without those of the vision tower, that are trained."""
-        return trained_share(self._trainer.model, without=self._data.images.tower)
+        return trained_share(self._trainer.model, without=self._data.reading.tower)
 
     def gather_totals(self) -> None:
         """Gather the sums of all ranks, and add the tokens to the counts of the trainer. All ranks must call it."""

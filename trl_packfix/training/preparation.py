@@ -11,24 +11,20 @@ from typing import Any
 import trl
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, ProcessorMixin
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data.dataset_checks import check_tokenised
-from ..data.image_rows import ImageRows
 from ..samples.checks import columns_of
 from ..samples.data_proof import prove_data
 from ..samples.data_report import DataReport
-from ..samples.images import masking_collator
+from ..samples.image_support import image_support
 from ..samples.make_samples import make_samples
-from ..samples.named_images import with_named_images
 from ..samples.rendering import FormattingFunction, Rendering
 from ..samples.row import PerTurnCounts
-from ..samples.turns import TurnRule, trains_only_completions
+from ..samples.turns import trains_only_completions
 from .checks import check_datasets
 from .choices import RunSettings
 from .config import SFTConfig, adopt_args
 from .conflicts import refuse_conflicts
-from .images import measure_rows, row_processor
 
 
 def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tuple[Dataset, PerTurnCounts | None]:
@@ -44,7 +40,7 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
         reason in the column `BAD_ROW_COLUMN`. And how many conversations were read and how many samples their turns
         became; None without `per_turn`, or if the table is tokenised.
     """
-    _check_and_set_up(dataset, processing_class, args)
+    check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         check_tokenised(dataset, "train", max(len(tokenizer), tokenizer.vocab_size), packing=True)
@@ -99,7 +95,7 @@ def check_data(
             "had before is not known from tokens. Give the rows as they were before."
         )
     if isinstance(processing_class, ProcessorMixin) and formatting_func is None:
-        dataset = with_named_images(dataset, name)
+        dataset = image_support().with_named_images(dataset, name)
     rendering = rendering_of(processing_class, args, formatting_func)
     return prove_data(dataset, name, rendering, num_proc=None if args is None else args.dataset_num_proc)
 
@@ -116,22 +112,7 @@ def rendering_of(
     return Rendering.from_args(ours, processing_class, formatting_func)
 
 
-def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
-    """Return the reader of a table of rows with images, which are measured as the trainer does."""
-    _check_and_set_up(dataset, processor, args)
-    completion_only = args.completion_only_loss
-    if completion_only is None:
-        # Like TRL, train only the completions of a dataset of prompts and completions
-        completion_only = {"prompt", "completion"} <= {*dataset.column_names}
-    collate = DataCollatorForVisionLanguageModeling(
-        processor=processor, completion_only_loss=completion_only, dataset_text_field=args.dataset_text_field
-    )
-    if args.assistant_only_loss:
-        collate = masking_collator(collate, TurnRule.from_args(args))
-    return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
-
-
-def _check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -> None:
+def check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -> None:
     """Refuse what a trainer refuses, and set the tokenizer up as TRL does."""
     # First refuse settings that cannot be combined, and datasets that cannot be used
     refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))

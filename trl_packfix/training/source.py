@@ -27,7 +27,7 @@ from ..planning.schedule import Schedule
 from ..reporting.report import PackingReport
 from ..samples.row import PerTurnCounts
 from .config import SFTConfig
-from .images import TextData
+from .reading import TextReading
 from .trainer_view import DataRanks, TrainerView
 
 NUM_COMPARED_STEPS = 2  # optimizer steps at the start of a run in which ranks check that they got the same packs
@@ -37,13 +37,13 @@ class LoadingView(Protocol):
     """The members of `TrainingData` (`loading.py`) that a source uses.
 
     Attributes:
-        images: reads datasets and collates documents; an `ImageData` if rows have images, else a `TextData`.
+        reading: reads datasets and collates documents.
         ranks: the place of this process among the data-parallel ranks.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
         turn_counts: how many conversations were read, and how many samples their turns became; None without `per_turn`.
     """
 
-    images: TextData
+    reading: TextReading
     ranks: DataRanks
     vocab_size: int | None
     turn_counts: PerTurnCounts | None
@@ -166,8 +166,8 @@ class Source(ABC):
         first_rows = self._trainer.train_dataset.take(num_documents)
         documents = list[dict[str, Any]]()
         try:
-            table = self._data.images.table(first_rows)
-            reader = self._data.images.read(table, "train")
+            table = self._data.reading.table(first_rows)
+            reader = self._data.reading.read(table, "train")
             values = read_row_values(table, args.weight_column, None, name="train")
             spans = make_documents(reader, args.max_length, args.effective_overlong)
             rows = DocumentDataset(reader, spans, values=values)

@@ -22,8 +22,7 @@ from transformers import TrainerCallback, TrainerControl
 
 from ..data.loaders import document_loader
 from ..data.row_values import RowValues, StreamSources
-from ..data.stream import PackedStream, StreamCounts
-from ..data.stream_images import ProcessedPacks
+from ..data.stream import FinishedPacks, PackedStream, StreamCounts
 from ..planning.packing import Packing
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport
@@ -90,7 +89,7 @@ class StreamSource(Source):
             self._trainer.train_dataset,
             packing_of(args, **data.packing_arguments),
             rank=data.ranks.rank,
-            rows=data.images.of_stream(data.vocab_size),
+            rows=data.reading.of_stream(data.vocab_size),
             pad_token_id=self._trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=data.worker_kwargs,
@@ -98,10 +97,9 @@ class StreamSource(Source):
             source_column=args.source_column,
         )
         collate = data.training_collator(data.value_columns, names_sources=True)
-        # The workers of this loader process the images of packs. The stream has other workers, which read its rows.
+        # The workers of this loader finish the documents of packs. The stream has other workers, which read its rows.
         settings = data.loader_settings
-        process_images = stream.rows.process  # None for a stream without images
-        if process_images is None:
+        if not stream.rows.finishes:
             settings["num_workers"] = 0
         if settings["num_workers"]:
             settings |= data.worker_kwargs
@@ -113,7 +111,7 @@ class StreamSource(Source):
             )
         # Workers take packs before they are trained. The stream remembers its state at each of these packs.
         stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
-        loader = document_loader(ProcessedPacks(process_images), stream, collate, **settings)
+        loader = document_loader(FinishedPacks(stream.rows), stream, collate, **settings)
         return loader, make_stream_report(stream, args.max_steps)
 
     def callbacks(self) -> list[TrainerCallback]:
@@ -213,7 +211,7 @@ class StreamCallback(TrainerCallback):
         args = self._trainer.args
         if args.world_size == 1:
             return
-        first_rows = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
+        first_rows = gather_object([self._data.reading.first_of_stream(self._trainer.train_dataset)])
         differing_ranks = [rank for rank in range(args.world_size) if first_rows[rank] != first_rows[0]]
         if differing_ranks:
             raise ValueError(

@@ -82,7 +82,7 @@ class TableSource(Source):
         self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
         if not args.packing:
             return
-        self.reader = self._data.images.read(dataset, "train")
+        self.reader = self._data.reading.read(dataset, "train")
         # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. All
         # turns have the weight and the source of their conversation. Rows without images were split before.
         self.row_values = self.row_values.select(self.reader.conversations)

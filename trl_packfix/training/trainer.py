@@ -68,9 +68,8 @@ from ..data.reader import mask_columns, without_ignored_mask
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, complete_card, is_on_hub
 from ..samples.checks import check_rows, has_transform, without_format
-from ..samples.images import count_turns_of_images, masking_collator
+from ..samples.image_support import image_support
 from ..samples.make_samples import make_samples
-from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule, trains_only_completions
 from . import checks
 from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients
@@ -176,8 +175,8 @@ class SFTTrainer(trl.SFTTrainer):
         may_have_processor = processing_class is None or isinstance(processing_class, ProcessorMixin)
         if may_have_processor and formatting_func is None:
             # Images that messages name by a path become a column of images, as TRL's vision collator reads it
-            train_dataset = with_named_images(train_dataset, "train")
-            eval_dataset = with_named_images(eval_dataset, "eval")
+            train_dataset = image_support().with_named_images(train_dataset, "train")
+            eval_dataset = image_support().with_named_images(eval_dataset, "eval")
         arguments |= {"args": args, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
         checks.check_before_loading(checks.settings_of_trainer(type(self), arguments))
         if args.use_liger_kernel:
@@ -206,7 +205,7 @@ class SFTTrainer(trl.SFTTrainer):
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
         # `assistant_only_loss` with most chat templates. This package does both itself, and hides the settings.
         values_for_trl: dict[str, Any] = {
-            "packing": args.packing and not data.packs_images,
+            "packing": args.packing and data.reading_class.packs_in_trl,
             "assistant_only_loss": False,
         }
         if args.packing:
@@ -222,8 +221,9 @@ class SFTTrainer(trl.SFTTrainer):
         if self._assistant_only_loss and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             # Rows with images are tokenised by the collator, so the collator masks what is not trained.
             rule = TurnRule.from_args(args)
-            self.data_collator = masking_collator(self.data_collator, rule)
-            data.trained_summary = replace(data.trained_summary, counts=count_turns_of_images(train_dataset, rule))
+            self.data_collator = image_support().masking_collator(self.data_collator, rule)
+            counts = image_support().count_turns(train_dataset, rule)
+            data.trained_summary = replace(data.trained_summary, counts=counts)
         data.prepare_run()  # reads the training set, and makes the collators and the packed model
         self.training_objective.prepare_model()  # adds the fused LM head, and makes the totals for the log
 

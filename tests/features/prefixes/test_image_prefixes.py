@@ -6,14 +6,16 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from features.images.processed import examples_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import faults
-from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, make
+from support.vision import PICTURES, QUESTIONS, SGD, build_model, make
 
 from trl_packfix.attention.packed_forward import this_thread
-from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.loaders import PackCollator
+from trl_packfix.features.images import processor
+from trl_packfix.features.images.examples import ImageExamples
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.savings import estimated_savings
 from trl_packfix.features.prefixes.sharing import PrefixSharing
@@ -22,7 +24,6 @@ from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.reporting.packs import first_packs
-from trl_packfix.samples import processor
 
 pytestmark = pytest.mark.slow
 
@@ -106,8 +107,8 @@ def test_an_image_for_the_tower_alone_counts_nothing():
     examples = examples_of("llava")
     texts = [examples.joined([torch.arange(20, 40), torch.tensor(end)]) for end in ([3, 4], [5, 6, 7], [8, 9])]
     collate = sharing(examples)
-    images = replace(examples.images, placeholder=examples.placeholder())
-    added = replace(collate, images=images)(texts)
+    content = replace(examples.images, placeholder=examples.placeholder())
+    added = replace(collate, content=content)(texts)
     assert len(added["pixel_values"]) == 1
     found, wanted = (
         layout_of(batch).sizes(layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained)
@@ -123,7 +124,7 @@ def test_an_image_for_the_tower_alone_counts_nothing():
 
 def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
     model = build_model(family)
-    packed = PackedModel(model, torch.float32, "cpu", 512, feature=PrefixSharing("pack"), images=examples_of(family))
+    packed = PackedModel(model, torch.float32, "cpu", 512, feature=PrefixSharing("pack", examples_of(family).feature))
     packed.prove(model)
     return model, packed
 
@@ -138,8 +139,8 @@ def test_the_probe_sees_images_of_others(fault):
         assert packed.is_proved, "documents packed whole are right"
         users = packed.attention.previous
         found, text = (
-            check_packs(model, 512, images=x, user_attention=users, feature=PrefixSharing("pack"))
-            for x in (packed.images, None)
+            check_packs(model, 512, user_attention=users, feature=feature)
+            for feature in (packed.feature, PrefixSharing("pack"))
         )
         assert not (found.isolated and found.equal)
         assert found.error is None
@@ -155,7 +156,7 @@ def test_the_probe_sees_images_without_a_gradient():
     is_image = []
 
     def note(module, args, kwargs):
-        is_image[:] = [kwargs["input_ids"][0] == packed.images.processor.image_token_id]
+        is_image[:] = [kwargs["input_ids"][0] == packed.feature.plain.examples.processor.image_token_id]
 
     def detach_images(module, args, output):
         running = this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
@@ -167,9 +168,7 @@ def test_the_probe_sees_images_without_a_gradient():
     for layer in model.base_model.language_model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_images)
         layer.self_attn.k_proj.register_forward_hook(detach_images)
-    found = check_packs(
-        model, 512, images=packed.images, user_attention=packed.attention.previous, feature=PrefixSharing("pack")
-    )
+    found = check_packs(model, 512, user_attention=packed.attention.previous, feature=packed.feature)
     assert found.equal
     assert found.max_gradient > 1e-2
     assert not found.isolated
@@ -236,7 +235,7 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     run.get_train_dataloader()
     rows = computed_rows(run)
     assert all(computed <= planned for computed, planned, _ in rows)
-    run.data.source.reader.end_common_before_images = lambda rows, start, common: common
+    run.data.source.reader.end_common = lambda rows, start, common: common
     documents = run.data.source.documents
     tokens = token_order(run.data.source.reader, documents)
     assert (tokens.common > documents.tokens.common).sum() > 3, "no two documents part behind an image"

@@ -52,18 +52,18 @@ def test_packs_that_share_are_made_like_the_packs_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("setting", "packs_images", "shares", "expected"),
+    ("setting", "can_sort", "shares", "expected"),
     [
-        ("family", False, True, "family"),
-        ("family", True, True, "pack"),
-        ("family", False, False, "off"),
-        ("pack", True, True, "pack"),
-        ("pack", False, False, "off"),
-        ("off", False, True, "off"),
+        ("family", True, True, "family"),
+        ("family", False, True, "pack"),
+        ("family", True, False, "off"),
+        ("pack", False, True, "pack"),
+        ("pack", True, False, "off"),
+        ("off", True, True, "off"),
     ],
 )
-def test_evaluation_shares_where_it_can(setting, packs_images, shares, expected):
-    feature = PrefixSharing(setting).in_evaluation(packs_images=packs_images, shares=shares)
+def test_evaluation_shares_where_it_can(setting, can_sort, shares, expected):
+    feature = PrefixSharing(setting).in_evaluation(can_sort=can_sort, shares=shares)
     assert feature.settings == {"share_prefixes": expected}
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from trl_packfix.data.documents import Documents, Ledger
-from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.features.images.rows import ImageRows
 from trl_packfix.features.prefixes.tokens import token_order
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ...data.epochs import EpochPlanner
 from ...data.reader import RowReader
-from ...isolation.image_probe import HIGH, SQUARE, WIDE, ImageProbe
 from ...isolation.probe import Examples, replace_documents
 from ...layout import layout_of
 from ...planning.arrays import Int64Array
+from ..images.probe import HIGH, SQUARE, WIDE, ImageProbe
 from .collator import PrefixCollator
 from .probe import BRANCH_TOKENS, TRUNK_TOKENS, PrefixProbe
 
@@ -34,7 +34,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         """The collator of the packs, which compares images by their content."""
         return replace(super()._collate, compare=self.images.process.compare)
 
-    def image_examples(self) -> Examples:
+    def further_examples(self) -> Examples:
         """Make a pack of documents with images, and variants of it.
 
         Three documents share an image, and one has a different image of the same size behind the same text. Two

@@ -8,7 +8,7 @@ called, because planning calls some of them in processes that need no torch.
 import logging
 from typing import Any
 
-from ...feature import FIELDS, Feature
+from ...feature import FIELDS, PLAIN, Feature
 
 logger = logging.getLogger(__name__)
 SHARING = FIELDS["share_prefixes"]  # which values switch the feature off, and which make units of several documents
@@ -20,6 +20,7 @@ class PrefixSharing(Feature):
     Args:
         setting: "off"; "pack", which shares in the packs of a run without the feature; or "family", which also plans
             documents that begin alike as one unit.
+        plain: the feature that all packs of the run have, also those that share nothing.
     """
 
     packs_text = "documents share prefixes"
@@ -27,12 +28,17 @@ class PrefixSharing(Feature):
     off_text = '`share_prefixes="off"`'
     copies_text = "copied keys of shared prefixes"
 
-    def __init__(self, setting: str = "off"):
+    def __init__(self, setting: str = "off", plain: Feature = PLAIN):
         self.setting = setting
+        self._plain = plain
         self.is_on = setting != SHARING.off
         self.regroups = setting in SHARING.regrouping  # whether documents that begin alike are planned as one unit
         self.needs_lookup = self.is_on  # attention has to find the keys of shared rows
         self.settings = {"share_prefixes": setting}
+
+    @property
+    def plain(self) -> Feature:
+        return self._plain
 
     @property
     def copied_bytes(self) -> int:  # type: ignore[override]
@@ -80,24 +86,22 @@ class PrefixSharing(Feature):
 
         return PrefixCollator(**vars(collator), keeps_last_rows=keeps_last_rows, compare=compare)
 
-    def in_evaluation(self, *, packs_images: bool, shares: bool) -> "PrefixSharing":
+    def in_evaluation(self, *, can_sort: bool, shares: bool) -> "PrefixSharing":
         """Return the feature of the packs of an evaluation: this one, one without families, or one that is off."""
         # Evaluation gives one result per document, with or without shared rows.
         if not (shares and self.is_on):
-            return PrefixSharing()
-        # To sort documents with images by their tokens, all images would have to be processed.
-        return PrefixSharing("pack") if packs_images else self
+            return PrefixSharing(plain=self.plain)
+        return self if can_sort else PrefixSharing("pack", self.plain)
 
     def make_probe_class(self, probe_class: Any) -> Any:
-        """Return the class of probes whose packs share prefixes, of text or of images as in `probe_class`."""
+        """Return the class of probes whose packs share prefixes, of text or of images as all packs of the run."""
+        probe_class = self.plain.make_probe_class(probe_class)
         if not self.is_on:
             return probe_class
-        from ...isolation.image_probe import ImageProbe
-
-        if issubclass(probe_class, ImageProbe):
+        if probe_class.has_further_examples:
             from .images import ImagePrefixProbe
 
-            return ImagePrefixProbe
+            return type(ImagePrefixProbe.__name__, (ImagePrefixProbe,), {"images": probe_class.images})
         from .probe import PrefixProbe
 
         return PrefixProbe

@@ -8,7 +8,7 @@ would save. A document with images has a token for the content of each image.
 import numpy as np
 
 from ...data.documents import Documents
-from ...data.reader import RowReader, TokenReader
+from ...data.reader import RowReader
 from ...planning.arrays import Int64Array
 from ...planning.token_order import TokenOrder
 from .families import sort_by_tokens
@@ -34,15 +34,7 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     stop = documents.stop
     if selection is None:
         selection = np.arange(len(documents))
-    images = None  # the reader of a table with images
-    if isinstance(reader, TokenReader):
-        tokens = reader
-    else:
-        from ...data.image_rows import ImageRows  # here, because it imports TRL, which takes seconds
-
-        assert isinstance(reader, ImageRows)
-        images = reader
-        tokens = images.comparison_reader  # it has a number for the content of each image among the tokens
+    tokens = reader.comparison_reader  # of a table with images it has a number for the content of each image
     may_share = tokens.labels_are_tokens(row[selection], start[selection], stop[selection])
     sorted_numbers = selection[may_share]
     last_numbers = selection[~may_share]
@@ -54,11 +46,10 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     by_tokens = sort_by_tokens(documents.lengths[sorted_numbers], read_tokens)
     order = sorted_numbers[by_tokens.order]
     common = by_tokens.common
-    if images is not None:
-        # A common beginning must not end inside an image, because the rest of the image would have rows of its own. It
-        # may do so between two equal documents, because the second one has no rows of its own.
-        lengths = documents.lengths[order]
-        lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
-        is_copy = (common == lengths) & (common == lengths_before)
-        common = np.where(is_copy, common, images.end_common_before_images(row[order], start[order], common))
+    # A common beginning must not end inside an image, because the rest of the image would have rows of its own. It may
+    # do so between two equal documents, because the second one has no rows of its own.
+    lengths = documents.lengths[order]
+    lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
+    is_copy = (common == lengths) & (common == lengths_before)
+    common = np.where(is_copy, common, reader.end_common(row[order], start[order], common))
     return TokenOrder(np.concatenate([order, last_numbers]), np.concatenate([common, np.zeros_like(last_numbers)]))

@@ -13,7 +13,7 @@ from support.models import build_tokenizer
 from support.versions import current_models
 
 from trl_packfix import check_data
-from trl_packfix.samples.named_images import with_named_images
+from trl_packfix.features.images.named_images import with_named_images
 
 NUM = 6
 

@@ -13,7 +13,7 @@ from support.vision import MESSAGES, build_model, build_processor, message, pict
 from transformers import AutoProcessor
 
 from trl_packfix.cli import main
-from trl_packfix.samples.processor import RowProcessor
+from trl_packfix.features.images.processor import RowProcessor
 
 NOT_PLANNED = ("model", "attention", "isolation", "trained", "data", "experimental")  # what only a run can say
 ROWS = rows(40)

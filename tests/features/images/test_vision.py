@@ -16,7 +16,6 @@ from trl_packfix import SFTTrainer
 from trl_packfix.data.rank_share import RankShare
 from trl_packfix.group import Group
 from trl_packfix.layout import layout_of
-from trl_packfix.training.images import check_padded_images
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +45,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     alone = build_model(family).train()
     for i in documents:
         document = run.data.source.reader.read(spans.row[i], spans.start[i], spans.stop[i])
-        logits = alone(**run.data.images.examples.alone(document)).logits[0, :-1]
+        logits = alone(**run.data.reading.examples.alone(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
     wanted = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
@@ -99,7 +98,7 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
     run = make(tmp_path)
     found = run.predict(held_out)
-    lengths = run.data.images.read(held_out, "x").lengths
+    lengths = run.data.reading.read(held_out, "x").lengths
     assert len(found.predictions) == 5
     assert (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
@@ -115,11 +114,16 @@ def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
     run = make(tmp_path)
     plugin = SimpleNamespace(zero_stage=3)
     sharded = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, num_processes=2)
+
+    def check_padded(accelerator):
+        run.data.reading._trainer = SimpleNamespace(accelerator=accelerator)
+        run.data.reading.check_padded(run.data.source.reader)
+
     with pytest.raises(ValueError, match=r"(?s)of 40 rows of an evaluation set have no image.*2 ranks.*would wait"):
-        check_padded_images(sharded, run.data.source.reader)
-    check_padded_images(run.accelerator, run.data.source.reader)
+        check_padded(sharded)
+    check_padded(run.accelerator)
     plugin.zero_stage = 2
-    check_padded_images(sharded, run.data.source.reader)
+    check_padded(sharded)
 
 
 # Restart (that one is exact: `test_distributed.py`)
@@ -161,7 +165,7 @@ def test_other_text_beside_the_same_images_is_another_dataset(tmp_path):
 
 
 def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     import train_vision
 
     dataset = train_vision.digits(12, seed=0)

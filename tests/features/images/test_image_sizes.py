@@ -5,10 +5,11 @@ import logging
 import numpy as np
 import pytest
 from datasets import Dataset
-from support.vision import FAMILIES, FEATURES, message, picture, processor_of, rows
+from features.images.processed import processor_of
+from support.vision import FAMILIES, FEATURES, message, picture, rows
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-from trl_packfix.samples.images import CHECKED, measure
+from trl_packfix.features.images.measures import CHECKED, measure
 
 ROWS = rows(40)
 

@@ -2,19 +2,20 @@
 
 import pytest
 import torch
+from features.images.processed import examples_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support.vision import build_model, examples_of
+from support.vision import build_model
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from trl_packfix.attention import image_parts
-from trl_packfix.attention.forwards import _drop_boundaries
-from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from trl_packfix.attention.models import towers
-from trl_packfix.attention.tower_attention import TOWER_ATTENTION
+from trl_packfix.features.images import parts as image_parts
+from trl_packfix.features.images.parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
+from trl_packfix.features.images.probe import HIGH, SQUARE, WIDE
+from trl_packfix.features.images.tower_attention import TOWER_ATTENTION
+from trl_packfix.features.images.tower_hooks import _drop_boundaries
 from trl_packfix.group import Group
-from trl_packfix.isolation.image_probe import HIGH, SQUARE, WIDE
 
 DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_vl qwen3_vl glm4v".split()
 

@@ -1,24 +1,19 @@
 """Run packs with images, for the leak probe: `ImageProbe` builds documents with images, and variants of their pack.
 
 The documents have their images in different places. If all had them in the same place, a model that takes the places
-from another document would give the same result. `check_isolation.py` runs the packs and judges them, after packs of
-text alone. The images come from `data/image_examples.py`, which passes them through the processor of the user's model.
+from another document would give the same result. `isolation/check_isolation.py` runs the packs and judges them, after
+packs of text alone. The images come from `examples.py`, which passes them through the processor of the user's model.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..data.rank_share import RankShare
-from ..feature import PLAIN, Feature
-from ..group import ALONE, Group
-from .probe import Documents, Examples, Probe, replace_documents
+from ...data.rank_share import RankShare
+from ...group import ALONE, Group
+from ...isolation.probe import Documents, Examples, Probe, replace_documents
 
-if TYPE_CHECKING:
-    from ..data.image_examples import ImageExamples as ImageExamples
-else:  # so that this module can be imported without the libraries for datasets and images
-    ImageExamples = Any
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
 SQUARE = (112, 112)
 WIDE = (196, 112)
@@ -40,17 +35,20 @@ class ImageProbe(Probe):
 
     A document is an `ImageDocument`, or a tensor of tokens if it has text only. Documents of text get the token types
     that the processor gives to text: without them paligemma attends to text in both directions.
+
+    Attributes:
+        images: an `ImageExamples`, which makes documents with images. The subclass that `ImagePacks` (`packs.py`) makes
+            for a run has it.
     """
 
-    def __init__(self, model: nn.Module, images: ImageExamples, degree: int = 1, *, user_attention: str | None = None):
-        super().__init__(model, degree, user_attention)
-        self.images = images
+    images: Any
+    has_further_examples = True
 
     def document(self, *content: Any) -> ImageDocument:
         """Return a document of tokens and images in this order."""
         return ImageDocument(self.images.joined(content))
 
-    def image_examples(self) -> Examples:
+    def further_examples(self) -> Examples:
         """Make a pack of four documents with images in different places, and variants of it in which one is replaced.
 
         The second document ends with an image and the third begins with one, so a model that joins neighbouring images
@@ -89,11 +87,13 @@ class ImageProbe(Probe):
         share = RankShare(values, group)
         return self.move_batch(self.images.packed(share, self._collate))
 
-    def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:
+    def _values(self, document: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors of a document by name."""
+        if isinstance(document, Mapping):  # a document of a reader
+            return dict(document)
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
-    def make_row(self, ids: Tensor | ImageDocument) -> dict[str, Any]:
+    def make_row(self, ids: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
         return self.move_batch(self.images.alone(self._values(ids)))
 
     @property
@@ -101,22 +101,3 @@ class ImageProbe(Probe):
         # The decoder contains all attention. The model around it stays in training mode, because models may build their
         # masks in another way in eval mode (paligemma).
         return self.inner.get_decoder()
-
-
-def make_probe(
-    model: nn.Module,
-    images: ImageExamples | None,
-    degree: int = 1,
-    *,
-    user_attention: str | None = None,
-    feature: Feature = PLAIN,
-) -> Probe:
-    """Return the probe for a model.
-
-    Args:
-        images: makes documents with images, which are tested in addition to documents of text; None for text only.
-        feature: makes the class of the probe, so that packs have the feature.
-    """
-    if images is None:
-        return feature.make_probe_class(Probe)(model, degree, user_attention)
-    return feature.make_probe_class(ImageProbe)(model, images, degree, user_attention=user_attention)

@@ -7,15 +7,13 @@ takes an attention for flash if its name has "flash" in it. So this implementati
     CUDA   FlashAttention-2 as built into torch, not causal: one call per layer, and the host reads nothing
     other  F.scaled_dot_product_attention, with images of one length, or windows of one length, as rows of a batch
 
-The implementation is set on the config of the tower (`set_tower_attention`). A call without boundaries gives the result
+The implementation is set on the config of the tower (`towers.py`). A call without boundaries gives the result
 of `sdpa`.
 
 Shapes: T patches, H query heads, G key/value heads, D head dimension.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -26,12 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..compat import set_config_attention
-from .flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
-from .kernel_errors import KernelError, is_device_error
-from .kernels import attend_by_document
-from .models import towers
-from .varlen import cast_for_autocast, runs_flash
+from ...attention.flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
+from ...attention.kernel_errors import KernelError, is_device_error
+from ...attention.kernels import attend_by_document
+from ...attention.models import towers
+from ...attention.varlen import cast_for_autocast, runs_flash
 
 TOWER_ATTENTION = "packfix_flash_tower"
 # The attention of towers that `packfix_flash_tower` replaces. Any other attention is the user's choice.
@@ -43,6 +40,8 @@ _lengths = WeakTensorKeyDictionary()
 
 class TowerAttentionError(KernelError):
     """Raised if `packfix_flash_tower` does not compute what a tower needs, or if its kernel refuses a call."""
+
+    kernel = TOWER_ATTENTION
 
 
 def tower_attention(
@@ -135,46 +134,3 @@ def tower_configs(model: PreTrainedModel) -> list[Any]:
             if config is not None and _passes_boundaries(module_class):
                 configs[id(config)] = config
     return list(configs.values())
-
-
-def set_tower_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of towers to `name`, if it is `TOWER_ATTENTION` or `REPLACED_ATTENTION` now."""
-    for config in tower_configs(model):
-        if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
-            set_config_attention(config, name)
-
-
-def has_tower_attention(model: PreTrainedModel) -> bool:
-    """Return whether a tower of the model has `TOWER_ATTENTION`."""
-    return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(model))
-
-
-def note_on_towers(model: PreTrainedModel, takes: bool, why_not: str) -> str:
-    """Return what the report says about the vision towers of a model, to be appended to a line; "" for no towers.
-
-    Args:
-        takes: whether `packfix_flash_tower` may replace the attention of towers.
-        why_not: the reason if it may not.
-    """
-    names = {config._attn_implementation for config in tower_configs(model)}
-    if takes and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
-        return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
-    slow_names = [name for name in sorted(names) if name is not None and "flash" not in name]
-    if not slow_names:
-        return ""
-    return (
-        f"; vision tower on {slow_names[0]}, image by image: {why_not} "
-        "(attn_implementation='flash_attention_2' for the whole model avoids it)"
-    )
-
-
-@contextmanager
-def towers_as_given(model: PreTrainedModel) -> Iterator[None]:
-    """Give towers with `TOWER_ATTENTION` their own attention, within this context."""
-    had_tower_attention = has_tower_attention(model)
-    set_tower_attention(model, REPLACED_ATTENTION)
-    try:
-        yield
-    finally:
-        if had_tower_attention:
-            set_tower_attention(model, TOWER_ATTENTION)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from datasets import Dataset, Image, IterableDataset, List
+from features.images.processed import processor_of
 from support.planners import make_stream, one_pass, saved, saved_and_loaded
-from support.vision import FEATURES, SGD, conversations, make, processor_of, rows
+from support.vision import FEATURES, SGD, conversations, make, rows
 
-from trl_packfix.data.stream import PackedStream
-from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
+from trl_packfix.data.stream import FinishedPacks, PackedStream
+from trl_packfix.features.images.stream import ENCODED, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.trainer_view import DataRanks
@@ -87,7 +88,8 @@ def content(document) -> tuple:
 
 def processed(packs, process=PROCESS):
     """Return [micro-batch][document], as the model reads them."""
-    return [[content(document) for document in ProcessedPacks(process).__getitems__(pack)] for pack in packs]
+    finished = FinishedPacks(StreamImages(process))
+    return [[content(document) for document in finished.__getitems__(pack)] for pack in packs]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +105,11 @@ def test_documents_are_those_of_the_table(source, settings, tmp_path):
     table = conversations() if "per_turn" in settings else TABLE
     run = make(tmp_path, "llava", table, **settings)
     spans = run.data.source.documents
-    process = run.data.images.process
+    process = run.data.reading.process
     expected = [run.data.source.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     cuts = {name: value for name, value in settings.items() if name != "per_turn"}
     dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
-    packed = stream(dataset, process, rows=run.data.images.of_stream(), **cuts)
+    packed = stream(dataset, process, rows=run.data.reading.of_stream(), **cuts)
     found = Counter(chain(*processed(one_pass(packed), process)))
     assert found == Counter(map(content, expected))
     assert "per_turn" not in settings or found.total() == 18
@@ -145,7 +147,7 @@ def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
 def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     """Three turns have the first image of their conversation, two the second; pixels are 3 and 12 times as large."""
     run = make(tmp_path, "llava", conversations(20).to_iterable_dataset(), per_turn=True, max_steps=1)
-    packed = stream(run.train_dataset, rows=run.data.images.of_stream(), most_bytes=2**28)
+    packed = stream(run.train_dataset, rows=run.data.reading.of_stream(), most_bytes=2**28)
     next(iter(packed))
     state = packed.state_dict(1)
     waiting = state["documents"]["lengths"]

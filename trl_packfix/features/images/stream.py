@@ -3,15 +3,17 @@
 Packing needs the number of tokens of each document, and thousands of documents may wait for a pack. Decoded and
 processed images would need too much memory. So each row passes through three stages:
 
-1. `StreamImages` measures the row when it is read, as a row of a table is measured (`image_rows.py`): how many tokens
-   it has, and where its images are. `StreamReader` (`stream_reader.py`) calls it.
-2. The document waits in `PackedStream` (`stream.py`) with the row itself: text, and images as they are stored in files.
-3. `ProcessedPacks`, the dataset of the last data loader, decodes the images of a micro-batch and runs the processor. It
-   must give the same tokens as in the first stage.
+1. `StreamImages` measures the row when it is read, as a row of a table is measured (`rows.py`): how many tokens
+   it has, and where its images are. `StreamReader` (`data/stream_reader.py`) calls it.
+2. The document waits in `PackedStream` (`data/stream.py`) with the row itself: text, and images as they are stored in
+   files.
+3. `StreamImages.finish`, in the last data loader, decodes the images of a document and runs the processor. It must give
+   the same tokens as in the first stage.
 """
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,18 +22,19 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, Image, IterableDataset
 
-from ..planning.packing import Packing
-from ..samples.checks import IMAGES
-from ..samples.conversation import COLUMNS
-from ..samples.images import CHECKED, ProcessedImages, features_of
-from ..samples.make_samples import columns_of_batch
-from ..samples.processor import EncodedImage, RowProcessor, images_of
-from ..samples.row import BAD_ROW_COLUMN, ROW_COLUMN
-from ..samples.turns import TurnRule
-from .collator import IGNORE_INDEX
-from .documents import Documents, make_documents
-from .image_rows import ImageRows
-from .rank_share import RankShare
+from ...data.collator import IGNORE_INDEX
+from ...data.documents import Documents, make_documents
+from ...data.stream_reader import StreamRows
+from ...planning.packing import Packing
+from ...samples.checks import IMAGES
+from ...samples.conversation import COLUMNS, images_of
+from ...samples.make_samples import columns_of_batch
+from ...samples.row import BAD_ROW_COLUMN, ROW_COLUMN
+from ...samples.turns import TurnRule
+from .measures import CHECKED, ProcessedImages, features_of
+from .processor import EncodedImage, RowProcessor
+from .report import ImageNumbers
+from .rows import ImageRows
 
 logger = logging.getLogger(__name__)
 
@@ -56,26 +59,27 @@ class EncodedRow:
         return len(self.text) + sum(len(image.data or b"") for image in self.images)
 
 
-TOKENS_ALONE = EncodedRow("", (), 0, 0, (0, 0, 0))
-"""Stands for the row of a document without images, which has no `ENCODED`."""
-
-
 @dataclass
-class StreamImages:
-    """Makes documents of rows that have images. For rows with tokens, `StreamTokens` has the same methods."""
+class StreamImages(StreamRows):
+    """Makes documents of rows that have images."""
 
     process: RowProcessor
     text_field: str = "text"  # column of plain text
     rule: TurnRule | None = None  # makes a document of each assistant turn; None makes a document of each row
     drops: bool = False  # whether rows that cannot be processed are dropped; otherwise they raise an error
     mode: str | None = None  # colour mode to which the dataset converts images
-    chunk: ClassVar[int] = CHECKED  # number of rows that are read together
+    chunk: ClassVar[int] = CHECKED
+    finishes: ClassVar[bool] = True
     # One of so many rows is processed when it is measured. The measures of the other rows follow from the sizes of
     # their images. 1 processes every row
     _check_interval: int = field(init=False, default=CHECKED)
 
     def __post_init__(self) -> None:
         self._check_interval = CHECKED if self.process.depends_on_sizes else 1
+
+    @property
+    def processor_settings(self) -> str:  # type: ignore[override]
+        return self.process.settings.decode()
 
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
         """Return the stream with images as they are stored in files, and the object that makes documents of its rows.
@@ -97,20 +101,6 @@ class StreamImages:
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
     ) -> tuple[list[dict[str, Any]], Documents, np.ndarray | None]:
-        """Make the documents of some rows.
-
-        Args:
-            batch: the columns of the rows.
-            table: the columns of tokens. They are not needed here.
-            packing: the settings that decide how documents are cut.
-
-        Returns:
-            The documents; their spans in the measured rows; and the row of the batch that each measured row was made
-            of, if a measured row is a turn, else None.
-
-        Raises:
-            ValueError: a row cannot be processed, and `drops` is False; or `make_documents` refuses the rows.
-        """
         # First measure the rows
         rows = [self.encode_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         measures = self._measure_rows(rows)
@@ -163,37 +153,76 @@ class StreamImages:
         process = ProcessedImages(self.process, self.rule, self._check_interval)
         return columns_of_batch(batch, [*range(len(rows))], process)
 
-
-@dataclass
-class ProcessedPacks(torch.utils.data.Dataset[Any]):
-    """Dataset of a data loader that processes the images of waiting documents.
-
-    Its "indices" are the waiting documents themselves. The sampler of the loader is a `PackedStream`.
-    """
-
-    process: RowProcessor | None  # None if no document has images
-
-    def __getitems__(self, micro_batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the documents of a micro-batch, with their images processed.
+    def finish(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Process the images of a document, and return the document with the outputs for them.
 
         Raises:
-            ValueError: a document has other tokens than when it was read.
+            ValueError: the document has other tokens than when it was read.
         """
-        documents = []
-        for document in micro_batch:
-            if encoded := document.get(ENCODED):
-                assert self.process is not None
-                row = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
-                processed = self.process.cut(row, encoded.start, encoded.stop)
-                if not np.array_equal(processed["input_ids"], document["input_ids"]):
-                    raise ValueError(
-                        f"A document of the stream with {len(encoded.images)} images has "
-                        f"{len(processed['input_ids'])} tokens, and it had {len(document['input_ids'])}, or others, "
-                        "when it was read. Packs are made of these lengths, so they must not change. Leave the image "
-                        "files as they are during training, use a processor without random augmentation, or load the "
-                        "dataset without streaming."
-                    )
-                values = {name: value for name, value in document.items() if name not in (ENCODED, *processed)}
-                document = values | processed
-            documents.append(document)
-        return RankShare.like(micro_batch, documents)
+        encoded = document.get(ENCODED)
+        if encoded is None:  # a dummy
+            return document
+        row = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
+        processed = self.process.cut(row, encoded.start, encoded.stop)
+        if not np.array_equal(processed["input_ids"], document["input_ids"]):
+            raise ValueError(
+                f"A document of the stream with {len(encoded.images)} images has {len(processed['input_ids'])} tokens, "
+                f"and it had {len(document['input_ids'])}, or others, when it was read. Packs are made of these "
+                "lengths, so they must not change. Leave the image files as they are during training, use a processor "
+                "without random augmentation, or load the dataset without streaming."
+            )
+        values = {name: value for name, value in document.items() if name not in (ENCODED, *processed)}
+        return values | processed
+
+    def num_bytes(self, document: dict[str, Any]) -> int:
+        encoded = document.get(ENCODED)
+        return 0 if encoded is None else encoded.num_bytes
+
+    def count_images(self, documents: Sequence[dict[str, Any]]) -> np.ndarray:
+        no_images = (0, 0, 0)  # of a dummy
+        return np.array([document[ENCODED].counts if ENCODED in document else no_images for document in documents])
+
+    def report_section(self, stream: Any, counts: Any) -> ImageNumbers:
+        return ImageNumbers.of_stream(stream, counts)
+
+    def encode(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the rows of documents and each of their images once.
+
+        Returns:
+            The row of each document; and `images`: the numbers of the images of each document, and the path, the mode,
+            the size in bytes (-1 without data) and the data of each image.
+        """
+        if not documents:
+            return {}
+        rows = [document[ENCODED] for document in documents]
+        encoded_rows = [(row.text, row.start, row.stop, row.counts) for row in rows]
+        # Images are told apart by identity, because comparing them would compare their bytes
+        image_of_id = {id(image): image for row in rows for image in row.images}
+        number_of_id = {key: number for number, key in enumerate(image_of_id)}
+        images = image_of_id.values()
+        data = b"".join(image.data or b"" for image in images)
+        saved_images = {
+            "numbers": [[number_of_id[id(image)] for image in row.images] for row in rows],
+            "paths": [image.path for image in images],
+            "modes": [image.mode for image in images],
+            "sizes": [-1 if image.data is None else len(image.data) for image in images],
+            "data": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
+        }
+        return {ENCODED: encoded_rows, "images": saved_images}
+
+    def decode(self, state: dict[str, Any]) -> dict[str, list[Any]]:
+        if ENCODED not in state:  # no document was waiting
+            return {}
+        saved_images = state["images"]
+        images = []
+        data = saved_images["data"].numpy().tobytes()
+        first_byte = 0
+        for path, mode, size in zip(saved_images["paths"], saved_images["modes"], saved_images["sizes"], strict=True):
+            image_data = None if size < 0 else data[first_byte : first_byte + size]
+            images.append(EncodedImage(path, image_data, mode))
+            first_byte += max(size, 0)
+        encoded_rows = [
+            EncodedRow(text, tuple(images[number] for number in numbers), start, stop, tuple(counts))
+            for (text, start, stop, counts), numbers in zip(state[ENCODED], saved_images["numbers"], strict=True)
+        ]
+        return {ENCODED: encoded_rows}

@@ -1,8 +1,8 @@
-"""Read documents with images, as `reader.py` reads documents of tokens alone.
+"""Read documents with images, as `data/reader.py` reads documents of tokens alone.
 
 Only the processor of the model knows how many tokens an image has. So every row is processed once before training, and
-its measures are stored in a table (`samples/images.py`): tokens, places of images, hashes, but no pixels. `ImageRows`
-answers the questions of planning from the measures (`documents.py`). For a batch it runs the processor on the row
+its measures are stored in a table (`measures.py`): tokens, places of images, hashes, but no pixels. `ImageRows`
+answers the questions of planning from the measures (`data/documents.py`). For a batch it runs the processor on the row
 again.
 
 Words:
@@ -21,12 +21,12 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from ..planning.arrays import BoolArray, Int64Array
-from ..samples.conversation import Conversation
-from ..samples.processor import IMAGES_FROM, RowProcessor, images_of
-from ..samples.row import ROW_COLUMN, TURN_COLUMN, PerTurnCounts
-from ..samples.turns import TurnRule
-from .reader import RowReader, TokenReader
+from ...data.reader import RowReader, TokenReader
+from ...planning.arrays import BoolArray, Int64Array
+from ...samples.conversation import Conversation, images_of
+from ...samples.row import MAX_ROWS_NAMED, ROW_COLUMN, TURN_COLUMN, PerTurnCounts
+from ...samples.turns import TurnRule
+from .processor import IMAGES_FROM, RowProcessor
 
 
 class ImageRows(RowReader):
@@ -40,6 +40,9 @@ class ImageRows(RowReader):
         turns: counts of the turns, if each document is a turn.
         rule: which turns make documents; None if each row is one document.
     """
+
+    cuts_anywhere = False
+    image_stops: Int64Array
 
     def __init__(
         self,
@@ -85,11 +88,8 @@ class ImageRows(RowReader):
 
     @property
     def comparison_reader(self) -> TokenReader:
-        """Reader of the tokens of all rows, to compare documents. The first token of each image is replaced.
-
-        It becomes a number that stands for the content of the image. So two documents have equal tokens only if their
-        images are equal, too.
-        """
+        # The first token of each image becomes a number that stands for the content of the image. So two documents have
+        # equal tokens only if their images are equal, too
         tokens = self._columns["tokens"].combine_chunks()
         flat_tokens = tokens.flatten().to_numpy().copy()
         row_stops = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
@@ -151,6 +151,26 @@ class ImageRows(RowReader):
             edges.append(edge)
         return edges
 
+    def drop_undividable(self, spans: Any, max_length: int, *, needs_all_rows: bool) -> Any:
+        # Truncating a document with an image behind `max_length` tokens would cut the image. A row is one document, so
+        # `image_stops` counts from its start
+        stops = self.image_stops[spans.row]
+        cut = stops > max_length
+        if needs_all_rows and cut.any():
+            shown = np.flatnonzero(cut)[:MAX_ROWS_NAMED]
+            named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in shown)
+            raise ValueError(
+                f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
+                f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation "
+                "gives a result for every row. Raise `max_length`, make the images smaller, or remove these rows."
+            )
+        return spans.drop(cut, "overlong")
+
+    def report_section(self, planner: Any) -> Any:
+        from .report import ImageNumbers  # here, because planning imports this module
+
+        return ImageNumbers.of_table(planner)
+
     def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
         """Return the arrays of `Documents` that describe the images of each span, of shape (N,), by attribute.
 
@@ -179,20 +199,9 @@ class ImageRows(RowReader):
             "image_stop": np.where(has_images, behind[stop_inside - 1] - start, 0),
         }
 
-    def end_common_before_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        """Shorten common beginnings of documents that would end inside an image.
-
-        The run of a document begins one token before the end of the common tokens, and must not begin inside an image.
-        So the common tokens end behind the first token of this image.
-
-        Args:
-            rows: the row of each document, shape (N,).
-            start: the first token of each document in its row, shape (N,).
-            common: number of tokens that each document has in common with the document before it, shape (N,).
-
-        Returns:
-            The number of common tokens, at most `common`, shape (N,).
-        """
+    def end_common(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+        # The run of a document begins one token before the end of the common tokens, and must not begin inside an
+        # image. So the common tokens end behind the first token of this image
         row_of_span, first, stop = self._image_spans
         if not len(row_of_span):
             return common

@@ -16,9 +16,9 @@ from support.features import PRESENT, needs
 from support.vision import MESSAGES, build_model, build_processor, by_turn, conversations, make, message, stripping
 
 from trl_packfix.cli import main
+from trl_packfix.features.images.processor import RowProcessor
 from trl_packfix.layout import layout_of
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.processor import RowProcessor
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
 @needs("prefixes")
 def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
     """A conversation must compute each image once with the settings that docs/per_turn.md names."""
-    page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "per_turn.md").read_text()
     settings = {"share_prefixes": "pack", "packing_strategy": "minibatch", "train_sampling_strategy": "sequential"}
     assert all(f'`{name}="{value}"`' in page for name, value in settings.items())
     made = run(tmp_path, per_device_train_batch_size=3, **settings)

@@ -21,12 +21,11 @@ from datasets import Dataset, Features, List, Value
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..compat import masks_images
-from .conversation import Conversation
-from .make_samples import columns_of_batch
-from .processor import RowProcessor, images_of, with_images
-from .recipes import Recipe, Row, samples_of_turns, training_template
-from .row import (
+from ...compat import masks_images
+from ...samples.conversation import Conversation, images_of
+from ...samples.make_samples import columns_of_batch
+from ...samples.recipes import Recipe, Row, samples_of_turns, training_template
+from ...samples.row import (
     BAD_ROW_COLUMN,
     BOOKKEEPING_COLUMNS,
     MAX_ROWS_NAMED,
@@ -36,7 +35,8 @@ from .row import (
     bad_row_mask,
     hash_modules_of,
 )
-from .turns import PART_MARKERS, TurnRule, text_parts
+from ...samples.turns import PART_MARKERS, TurnRule, text_parts
+from .processor import RowProcessor, with_images
 
 logger = logging.getLogger(__name__)
 

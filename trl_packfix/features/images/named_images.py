@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Image, IterableDataset, List
 
-from ..compat import main_process_first
-from .checks import columns_of, first_rows, has_images, has_transform
-from .text_kinds import undecoded
-from .texts import MESSAGES, PAIR
+from ...compat import main_process_first
+from ...samples.checks import columns_of, first_rows, has_images, has_transform
+from ...samples.text_kinds import undecoded
+from ...samples.texts import MESSAGES, PAIR
 
 COLUMNS = (*MESSAGES, *PAIR)
 KEYS = ("image", "image_url", "input_image")  # keys of a part of a content that name an image

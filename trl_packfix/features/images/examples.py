@@ -1,8 +1,8 @@
 """Make documents with random images through the processor of a model, and learn how its outputs are joined.
 
-The trainer makes an `ImageExamples` for a dataset with images (`training/images.py`). Before the first step the proof
-of isolation runs its documents through the model, packed and unpacked (`isolation/image_probe.py`). The layout that it
-learns says how the outputs of the processor are joined in every batch (`image_collator.py`).
+The trainer makes an `ImageExamples` for a dataset with images (`reading.py`). Before the first step the proof
+of isolation runs its documents through the model, packed and unpacked (`probe.py`). The layout that it
+learns says how the outputs of the processor are joined in every batch (`collator.py`).
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..samples.processor import RowProcessor
-from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun, PackedDataCollator
-from .image_collator import ImageLayout, PackedImages, RopeIndex
-from .loaders import PackCollator
+from ...data.collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun, PackedDataCollator
+from ...data.loaders import PackCollator
+from ...feature import Feature
+from .collator import ImageLayout, PackedImages, RopeIndex
+from .packs import ImagePacks
+from .processor import RowProcessor
 
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it
@@ -43,6 +45,11 @@ class ImageExamples:
         self._random = np.random.default_rng(0)
         self.layout = self._learn_layout()
         self.images = PackedImages(self.layout, rope_index)
+
+    @property
+    def feature(self) -> Feature:
+        """The feature of packs with these images."""
+        return ImagePacks(self)
 
     def image(self, width: int, height: int) -> "Image.Image":
         """Return an image of random pixels."""

@@ -2,7 +2,7 @@
 
 With sequence parallelism a *group* of s neighbouring ranks shares a pack, and each rank holds a *part* of its tokens.
 The tokens of an image may lie in several parts, so with images each rank gets the whole pack as input. Then the hooks
-of `forwards.py` call this module:
+of `attention/forwards.py` call this module:
 
     1. Before the vision tower, `divide_tower_inputs` selects the images that this rank computes, so that each image is
        computed once.
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..group import Group
-from .exchange import exchange_pieces
+from ...attention.exchange import exchange_pieces
+from ...group import Group
 
 # The arguments of towers that have one entry per tile
 TILE_INPUTS = {"pixel_values", "patch_attention_mask", "pixel_attention_mask"}

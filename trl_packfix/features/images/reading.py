@@ -1,8 +1,6 @@
-"""How the trainer reads datasets, with images or without: the one place that knows whether a run has images.
+"""How the trainer reads datasets with images: `ImageReading`, in place of the `TextReading` of `training/reading.py`.
 
-`loading.py` constructs `TextData` or its subclass `ImageData`, once for a run, and calls the same methods of either: to
-read a table or a stream as documents, to collate documents into packs and padded batches, and to know what they cost.
-`preparation.py` measures rows with images without a trainer.
+The command line measures rows with images by the same functions, without a trainer.
 
 Words: a *document* is one training example as the model reads it, with its images; to *measure* a row is to run the
 processor on it once, so that the number of its tokens and images is known; the *vision tower* is the part of the model
@@ -15,91 +13,45 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
+import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, Features, Image, IterableDataset, concatenate_datasets
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..attention.models import base_model
-from ..compat import DDP, main_process_first, set_pad_token_by_text
-from ..data.image_collator import NO_IMAGES, PackedImages, PaddedImageCollator, RopeIndex
-from ..data.image_examples import ImageExamples
-from ..data.image_rows import ImageRows
-from ..data.loaders import PaddedCollator
-from ..data.model_costs import vision_tower, with_tower
-from ..data.reader import RowReader, TokenReader
-from ..data.stream_images import StreamImages
-from ..data.stream_reader import StreamTokens, read_whole, refuse_empty
-from ..layout import Compare
-from ..planning.costs import CostModel
-from ..samples.checks import check_conversations, columns_of, has_images
-from ..samples.conversation import plain_tokenizer
-from ..samples.dataset_warnings import warn_if_nothing_is_stripped, warn_if_turns_do_not_end
-from ..samples.images import measure
-from ..samples.make_samples import count_turns
-from ..samples.processor import RowProcessor
-from ..samples.row import read_integer_column
-from ..samples.turns import TurnRule
-from .config import SFTConfig
-from .trainer_view import TrainerPart, TrainerView
+from ...attention.models import base_model
+from ...compat import DDP, main_process_first, set_pad_token_by_text
+from ...data.model_costs import vision_tower, with_tower
+from ...data.reader import RowReader
+from ...data.stream_reader import refuse_empty
+from ...planning.costs import CostModel
+from ...samples.checks import check_conversations, columns_of, has_images
+from ...samples.conversation import plain_tokenizer
+from ...samples.dataset_warnings import warn_if_nothing_is_stripped, warn_if_turns_do_not_end
+from ...samples.make_samples import count_turns
+from ...samples.row import read_integer_column
+from ...samples.turns import TurnRule
+from ...training.config import SFTConfig
+from ...training.preparation import check_and_set_up
+from ...training.reading import TextReading
+from ...training.trainer_view import TrainerView
+from .collator import PackedImages, PaddedImageCollator, RopeIndex
+from .examples import ImageExamples
+from .measures import masking_collator, measure
+from .processor import RowProcessor, sequence_sizes
+from .rows import ImageRows
+from .stream import StreamImages
 
 
-class TextData(TrainerPart):
-    """Reads the datasets of a run without images, and has the methods that `ImageData` overrides.
-
-    Attributes:
-        examples: makes rows with images into inputs of the model; None without images.
-        tower: the vision tower; an empty module without images.
-        compare: returns the content of images that `PrefixCollator` compares; None without images.
-    """
-
-    examples: ImageExamples | None = None
-    tower = nn.Module()
-    compare: Compare | None = None
-
-    def read(self, dataset: Dataset, name: str) -> RowReader:
-        """Return the reader of a table. Rows with images and text are measured first."""
-        return TokenReader(dataset)
-
-    def of_stream(self, vocab_size: int | None) -> StreamTokens | StreamImages:
-        """Return the object that makes documents of the rows of a stream."""
-        return StreamTokens(vocab_size)
-
-    def first_of_stream(self, dataset: IterableDataset) -> Any:
-        """Return the tokens of the first row of a stream; with images, a hash of the row as it is stored."""
-        return np.asarray(next(iter(dataset))["input_ids"]).tolist()
-
-    def table(self, dataset: IterableDataset) -> Dataset:
-        """Read a whole finite stream into a table in memory, with the columns that the trainer reads.
-
-        Images stay encoded, as files are.
-        """
-        return read_whole(dataset, self.args.weight_column, self.args.source_column)
-
-    def costs(self, costs: CostModel) -> CostModel:
-        """Return the costs of documents: `costs`, the costs of their text, and the costs of their images."""
-        return costs
-
-    def of_packs(self) -> PackedImages:
-        """Return how the images of a pack are collated.
-
-        If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
-        """
-        return NO_IMAGES
-
-    def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the collator of padded batches, which calls TRL's collator `collate` where there are no images."""
-        return PaddedCollator(collate)
-
-
-class ImageData(TextData):
+class ImageReading(TextReading):
     """Reads the datasets of a run with images.
 
     It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
     """
 
-    examples: ImageExamples
+    packs_in_trl = False
+    stacks_documents = False
+    has_stored_tokens = False
 
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
@@ -109,6 +61,7 @@ class ImageData(TextData):
         kind = type(inner.base_model)
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
         self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
+        self.feature = self.examples.feature
         self.tower = vision_tower(inner) or nn.Module()
 
     def read(self, dataset: Dataset, name: str) -> RowReader:
@@ -119,6 +72,9 @@ class ImageData(TextData):
     def _is_tokens(self, dataset: Dataset | IterableDataset) -> bool:
         """Return whether a dataset is tokenised and has no images."""
         return "input_ids" in columns_of(dataset) and not has_images(dataset)
+
+    def reads(self, dataset: Dataset) -> bool:
+        return True
 
     def of_stream(self, vocab_size: int | None = None) -> StreamImages:
         rule = TurnRule.from_args(self.args) if self.args.per_turn else None
@@ -149,15 +105,76 @@ class ImageData(TextData):
         is_trained = any(parameter.requires_grad for parameter in self.tower.parameters())
         return with_tower(costs, model.config, type(model), is_trained=is_trained)
 
+    def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor:
+        image_sizes = sequence_sizes(inputs).to(dtype)
+        return costs.tower(image_sizes, image_sizes**2).sum()
+
     def of_packs(self) -> PackedImages:
+        """Return how the images of a pack are collated.
+
+        If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
+        """
         accelerator = self._trainer.accelerator
         # Only DDP that looks for unused parameters lets a rank skip the vision tower
         may_skip_tower = accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
         needs_image = accelerator.num_processes > 1 and not may_skip_tower
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
+    def replaces(self, collate: Callable[..., Any]) -> bool:
+        return True
+
     def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         return PaddedImageCollator(self.examples.layout, self._trainer._tokenizer.pad_token_id)
+
+    def check_padded(self, reader: RowReader) -> None:
+        """Refuse padded evaluation in which a rank may skip the vision tower while others gather its parameters.
+
+        A rank skips the vision tower in a batch without an image. Under ZeRO-3 and FSDP the other ranks would wait for
+        it.
+        """
+        accelerator = self._trainer.accelerator
+        is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
+            accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
+        )
+        if not is_sharded or accelerator.num_processes == 1:
+            return
+        stops = reader.image_stops  # of each row the index after the last token of an image, 0 without an image
+        if stops is None or stops.all() or not stops.any():  # all rows have an image, or none has one
+            return
+        raise ValueError(
+            f"{(stops == 0).sum()} of {len(stops)} rows of an evaluation set have no image, and it is evaluated in "
+            f"padded batches on {accelerator.num_processes} ranks with sharded parameters (ZeRO-3 or FSDP). A rank "
+            "without an image would not call the vision tower, and the others would wait for it. Set "
+            "`eval_packing=True` without `compute_metrics` and evaluate during training, or evaluate rows with and "
+            "without images as two sets."
+        )
+
+    def alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
+        """Return the documents with images if every rank has one, and otherwise the documents without images.
+
+        A row without images does not run the image tower, and ranks that run it would wait forever.
+        """
+        has_images = self.examples.images.has_images
+        with_images = [document for document in documents if has_images(document)]
+        without_images = [document for document in documents if not has_images(document)]
+        num_ranks_with_images = sum_over_ranks(bool(with_images))
+        all_have_images = num_ranks_with_images == self._trainer.accelerator.num_processes
+        return with_images if all_have_images else without_images
+
+
+def read_table(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
+    """Return the reader of a table of rows with images, without a trainer. They are measured as the trainer does."""
+    check_and_set_up(dataset, processor, args)
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        # Like TRL, train only the completions of a dataset of prompts and completions
+        completion_only = {"prompt", "completion"} <= {*dataset.column_names}
+    collate = DataCollatorForVisionLanguageModeling(
+        processor=processor, completion_only_loss=completion_only, dataset_text_field=args.dataset_text_field
+    )
+    if args.assistant_only_loss:
+        collate = masking_collator(collate, TurnRule.from_args(args))
+    return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
 
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
@@ -205,24 +222,3 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
         warn_if_turns_do_not_end(first_documents, name, process.processor, setting="per_turn")
         warn_if_nothing_is_stripped(measures, name)
     return reader
-
-
-def check_padded_images(accelerator: Accelerator, reader: RowReader) -> None:
-    """Refuse padded evaluation in which a rank may skip the vision tower while other ranks gather its parameters.
-
-    A rank skips the vision tower in a batch without an image. Under ZeRO-3 and FSDP the other ranks would wait for it.
-    """
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
-        accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
-    )
-    if not is_sharded or accelerator.num_processes == 1:
-        return
-    stops = reader.image_stops  # of each row the index after the last token of an image, 0 without an image
-    if stops is None or stops.all() or not stops.any():  # all rows have an image, or none has one
-        return
-    raise ValueError(
-        f"{(stops == 0).sum()} of {len(stops)} rows of an evaluation set have no image, and it is evaluated in padded "
-        f"batches on {accelerator.num_processes} ranks with sharded parameters (ZeRO-3 or FSDP). A rank without an "
-        "image would not call the vision tower, and the others would wait for it. Set `eval_packing=True` without "
-        "`compute_metrics` and evaluate during training, or evaluate rows with and without images as two sets."
-    )

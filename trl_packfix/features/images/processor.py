@@ -1,8 +1,9 @@
 """Process one row with images into one document: its tokens, its labels and the tensors of its images.
 
-Rows come in from the user's dataset, or from `images.py` if each assistant turn is a document. `RowProcessor` is called
-twice for a row: before training by `images.py`, which only caches lengths and hashes (`measured`), and during training
-by a worker of the data loader, which needs the tensors. A span is a range of tokens, with the placeholders of an image.
+Rows come in from the user's dataset, or from `measures.py` if each assistant turn is a document. `RowProcessor` is
+called twice for a row: before training by `measures.py`, which only caches lengths and hashes (`measured`), and during
+training by a worker of the data loader, which needs the tensors. A span is a range of tokens, with the placeholders of
+an image.
 """
 
 import copy
@@ -19,9 +20,9 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..compat import training_every_token
-from ..layout import IGNORE_INDEX, TEXT_KEYS, ComparedContent
-from .conversation import plain_tokenizer
+from ...compat import training_every_token
+from ...layout import IGNORE_INDEX, TEXT_KEYS, ComparedContent
+from ...samples.conversation import images_of, plain_tokenizer
 
 IMAGES_FROM = 2**31  # images get numbers from here on where documents are compared; all token ids are smaller
 # Names under which some processors return the kind of each token: 0 is text, other numbers are images
@@ -214,12 +215,6 @@ class EncodedImage:
         return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
 
 
-def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row of the dataset; [] if it has none."""
-    images = [row["image"]] if "image" in row else row.get("images")
-    return [image for image in images or [] if image is not None]
-
-
 def with_images(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row with all its images decoded, as a list in the column `images`."""
     images = [image.decode() if isinstance(image, EncodedImage) else image for image in images_of(row)]
@@ -298,7 +293,7 @@ class SizeProcessor:
     In every image processor of transformers, the number of tokens of an image depends on its width and height only. So
     one image of each size is processed, and all further images of this size get the remembered arrays. The processed
     image has one colour and is not the user's. If the shapes depend on more than the size, they differ from the shapes
-    of the user's images, and `images.py` notices this in the rows that it compares.
+    of the user's images, and `measures.py` notices this in the rows that it compares.
     """
 
     def __init__(self, image_processor: Any):

@@ -7,23 +7,24 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from features.images.processed import measured, processor_of
 from support.bounds import imbalance_bound
 from support.planners import make_epochs
 from support.runs import config
-from support.vision import build_model, build_processor, measured, processor_of, rows
+from support.vision import build_model, build_processor, rows
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, make_documents
-from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
+from trl_packfix.features.images.examples import ImageExamples
+from trl_packfix.features.images.processor import sequence_sizes
 from trl_packfix.planning.costs import CostModel, HeadCounts, TowerCosts
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.parallel import Speeds
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting.build import make_report
-from trl_packfix.samples.processor import sequence_sizes
 from trl_packfix.training import trainer as trainer_module
 from trl_packfix.training.first_step import FirstStep
 from trl_packfix.training.objective import Objective

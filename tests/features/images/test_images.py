@@ -7,18 +7,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from features.images.processed import measured, processor_of
 from support.versions import IS_5_24, gemma3_leaks
-from support.vision import (
-    FAMILIES,
-    FEATURES,
-    build_model,
-    build_processor,
-    measured,
-    message,
-    picture,
-    processor_of,
-    rows,
-)
+from support.vision import FAMILIES, FEATURES, build_model, build_processor, message, picture, rows
 from sweep import image_families
 from sweep.judge import EXACT, ImageJudge
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -26,13 +17,13 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.documents import make_documents
-from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator
-from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.loaders import PackCollator
+from trl_packfix.features.images.collator import PackedImages, PaddedImageCollator
+from trl_packfix.features.images.examples import ImageExamples
+from trl_packfix.features.images.measures import measure
+from trl_packfix.features.images.processor import RowProcessor
+from trl_packfix.features.images.rows import ImageRows
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.samples.images import measure
-from trl_packfix.samples.processor import RowProcessor
 
 pytestmark = pytest.mark.slow
 
@@ -281,7 +272,7 @@ def test_families_are_right_in_both_dtypes(family):
     assert leaks > 0.1 if family in (*AS_ROWS, "qwen3_5") else leaks < 1e-5  # whose scans start anew with boundaries
     # The search for a repair finds none and takes long, on gemma4 with 70 tokens or less per image.
     on_leak = "unpack" if family.startswith("gemma") else "repair"
-    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, images=examples)
+    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, feature=examples.feature)
     packed.prove(model)
     assert packed.is_proved
     assert packed.is_unpacked == (family in AS_ROWS)

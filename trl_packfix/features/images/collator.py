@@ -1,11 +1,11 @@
 """Join the outputs of a processor for the images of several documents, for packs and for padded batches.
 
 A processor makes of text and images a dictionary: token ids, the pixels of the images, and further tensors such as
-their sizes. `ImageRows` (`image_rows.py`) gives each document in this form. Here the outputs of the documents of a
-batch are joined: `PackedImages` adds them to the batch of a pack (`PackCollator` in `loaders.py`), and
+their sizes. `ImageRows` (`rows.py`) gives each document in this form. Here the outputs of the documents of a
+batch are joined: `PackedImages` adds them to the batch of a pack (`PackCollator` in `data/loaders.py`), and
 `PaddedImageCollator` makes the padded batches of unpacked evaluation.
 
-Every processor has other outputs. An `ImageLayout`, which `ImageExamples` (`image_examples.py`) learns by trying the
+Every processor has other outputs. An `ImageLayout`, which `ImageExamples` (`examples.py`) learns by trying the
 processor, says along which axis each of them is joined.
 
 Words:
@@ -17,15 +17,18 @@ Words:
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..samples.processor import images_between
-from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
+from ...data.collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
+from ...data.loaders import PackContent
+from .processor import images_between
+
+SAMPLING_STEP = 16  # every 16th value of the images is compared between ranks that make the same pack
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class RopeIndex:
 
 
 @dataclass(frozen=True)
-class PackedImages:
+class PackedImages(PackContent):
     """Makes the entries that the batch of a pack has because its documents have images.
 
     Args:
@@ -129,6 +132,7 @@ class PackedImages:
     layout: ImageLayout
     rope_index: RopeIndex | None = None
     placeholder: dict[str, Any] | None = None
+    is_cut_in_model: ClassVar[bool] = True  # the tokens of an image may lie in several parts
 
     def has_images(self, document: dict[str, Any]) -> bool:
         """Return whether a document has images."""
@@ -181,5 +185,6 @@ class PackedImages:
             entries["position_ids"] = torch.cat([position_ids[None], rope_positions[:, None]])
         return entries
 
-
-NO_IMAGES = PackedImages(ImageLayout(frozenset(), {}))
+    def samples(self, batch: dict[str, Any]) -> list[Tensor]:
+        pixels = batch.get("pixel_values")
+        return [] if pixels is None else [pixels.flatten()[::SAMPLING_STEP].contiguous()]

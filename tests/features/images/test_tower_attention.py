@@ -4,17 +4,20 @@ import copy
 
 import pytest
 import torch
+from features.images.processed import examples_of
 from support.strict_varlen import StrictVarlen
 from support.versions import current_models
-from support.vision import build_model, examples_of
+from support.vision import build_model
 from test_image_parts import call_of_tower, leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from trl_packfix.attention import flash, tower_attention, varlen
-from trl_packfix.attention.tower_attention import REPLACED_ATTENTION, TOWER_ATTENTION, tower_configs
+from trl_packfix.attention import flash, varlen
+from trl_packfix.feature import PLAIN
+from trl_packfix.features.images import tower_attention
+from trl_packfix.features.images.tower_attention import REPLACED_ATTENTION, TOWER_ATTENTION, tower_configs
 from trl_packfix.isolation.packed_model import PackedModel
 
 HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
@@ -139,7 +142,7 @@ def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
 
 
 def prepared(family, **settings):
-    return PackedModel(build_model(family), torch.float32, "cpu", 64, images=examples_of(family), **settings)
+    return PackedModel(build_model(family), torch.float32, "cpu", 64, feature=examples_of(family).feature, **settings)
 
 
 def test_the_tower_is_ours_while_the_model_takes_packs_only():
@@ -159,7 +162,9 @@ def test_the_tower_is_ours_while_the_model_takes_packs_only():
 def test_the_users_choice_and_a_model_of_text_keep_their_tower(name, has_images):
     model = build_model("qwen3_vl")
     model.config.vision_config._attn_implementation = name
-    packed = PackedModel(model, torch.float32, "cpu", 64, images=examples_of("qwen3_vl") if has_images else None)
+    packed = PackedModel(
+        model, torch.float32, "cpu", 64, feature=examples_of("qwen3_vl").feature if has_images else PLAIN
+    )
     packed.attach_packed_attention()
     assert model.config.vision_config._attn_implementation == name
     said = "vision tower on eager, image by image: it is the user's choice"

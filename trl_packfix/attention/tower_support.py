@@ -1,0 +1,64 @@
+"""What the package can do with vision towers, as its wings see them.
+
+A *tower* is a part of a model that reads something else than text, such as images. Packs of text leave towers alone, so
+the core knows nothing of them. `features/images` makes packs with images. It is met through a `TowerSupport` only:
+
+    forwards.py                  has hooks on towers while a model takes packs
+    isolation/packed_model.py    sets the attention of towers, and takes it back where it computes something else
+    isolation/probed_model.py    runs documents alone with the attention of towers that the user gave
+
+Without the folder of the feature, `TowerSupport` itself leaves towers as they are. Rows with images are then refused
+before a model is loaded (`feature.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..feature import find_folder
+
+
+class TowerSupport:
+    """Support for the towers of models. This class leaves them as they are; `features/images` has a subclass.
+
+    Attributes:
+        attention_name: the attention that towers get while a model takes packs; "" for none.
+    """
+
+    attention_name: str = ""
+
+    def make_hooks(self, guard: Any) -> list[Any]:
+        """Return the `ModelHooks` on the towers of a model, for the `PackedForwardGuard` that installs them."""
+        return []
+
+    def set_attention(self, model: PreTrainedModel, takes: bool) -> None:
+        """Give towers `attention_name`, or with `takes=False` what they had before, where it is not a user's choice."""
+
+    def has_attention(self, model: PreTrainedModel) -> bool:
+        """Return whether a tower of the model has `attention_name`."""
+        return False
+
+    @contextmanager
+    def attention_as_given(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within this context, towers have the attention that they have outside of packs."""
+        yield
+
+    def note(self, model: PreTrainedModel, takes: bool, why_not: str) -> str:
+        """Return what the report says about the towers of a model, to be appended to a line; "" for no towers.
+
+        Args:
+            takes: whether `attention_name` may replace the attention of towers.
+            why_not: the reason if it may not.
+        """
+        return ""
+
+
+@cache
+def tower_support() -> TowerSupport:
+    """Return the support that is installed: of `features/images`, or none."""
+    folder = find_folder("images")
+    support: TowerSupport = TowerSupport() if folder is None else folder.tower_support()
+    return support

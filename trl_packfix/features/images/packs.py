@@ -1,0 +1,26 @@
+"""The hooks of packs with images: how they are proved on a model, and what unpacks a model that they leak in."""
+
+from typing import Any
+
+from ...feature import Feature
+from .probe import ImageProbe
+from .unpacking import UnpackedImages
+
+
+class ImagePacks(Feature):
+    """Packs of documents with images.
+
+    Args:
+        examples: an `ImageExamples`, which makes documents through the processor of the run, for the probe.
+    """
+
+    has_towers = True
+
+    def __init__(self, examples: Any):
+        self.examples = examples
+
+    def make_probe_class(self, probe_class: Any) -> Any:
+        return type(ImageProbe.__name__, (ImageProbe,), {"images": self.examples})
+
+    def make_unpacked_class(self, unpacked_class: Any) -> Any:
+        return UnpackedImages

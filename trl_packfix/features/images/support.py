@@ -1,0 +1,58 @@
+"""What the core meets of rows with images before there is a run: an `ImageSupport`.
+
+`samples/image_support.py` says what each method does. Modules that need torch or TRL are imported when they are called.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from datasets import Dataset
+
+from ...samples.checks import has_images, has_transform
+from ...samples.image_support import ImageSupport
+from ...samples.row import AssistantTurnCounts
+from ...samples.texts import forms_of_table
+
+T = TypeVar("T")
+
+
+class Images(ImageSupport):
+    """Support for rows with images."""
+
+    def with_named_images(self, dataset: T, name: str) -> T:
+        from .named_images import with_named_images
+
+        return with_named_images(dataset, name)
+
+    def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
+        if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
+            return
+        forms = [(columns, has) for columns, has in forms_of_table(dataset, "") if has.any()]
+        if not per_turn and any(columns == ("conversations",) for columns, _ in forms):
+            raise ValueError(
+                f"The {name} dataset of {len(dataset)} rows has images and `conversations`. The collator of images "
+                "reads `messages` with `role` and `content`. Convert the rows: "
+                '`dataset.map(trl.maybe_convert_to_chatml, remove_columns="conversations")`.'
+            )
+
+    def reading_class(self, dataset: object) -> Any:
+        if not has_images(dataset):
+            return None
+        from .reading import ImageReading
+
+        return ImageReading
+
+    def read_table(self, dataset: Any, processor: Any, args: Any) -> Any:
+        from .reading import read_table
+
+        return read_table(dataset, processor, args)
+
+    def masking_collator(self, collate: Callable[..., Any], rule: Any) -> Callable[..., Any]:
+        from .measures import masking_collator
+
+        return masking_collator(collate, rule)  # type: ignore[arg-type]  # the collator of TRL for images
+
+    def count_turns(self, dataset: object, rule: Any) -> AssistantTurnCounts | None:
+        from .measures import count_turns_of_images
+
+        return count_turns_of_images(dataset, rule)

@@ -1,0 +1,74 @@
+"""Hooks on the vision towers and the decoder of a model while it takes packs with images.
+
+A `PackedForwardGuard` (`attention/forwards.py`) installs them with its own hooks. A tower gets no boundaries of the
+text. Where ranks share the pack, each computes some of the images, and the decoder then gets the part of the pack that
+this rank holds. `parts.py` divides, joins and cuts.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...attention.forwards import CallArguments, ModelHooks, PackedForwardGuard
+from ...attention.models import backbone, towers
+from ...attention.packed_forward import BOUNDARIES, CU_SEQ_LENS, running_forward
+from .parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
+
+
+class TowerHooks(ModelHooks):
+    """The hooks on the towers and the decoder of the model of a guard."""
+
+    def __init__(self, guard: PackedForwardGuard):
+        super().__init__()
+        self._guard = guard
+        # For each call of a tower that is running, how its images are divided among ranks; None if they are not
+        self._divisions: list[TowerDivision | None] = []
+
+    def _register(self) -> list[RemovableHandle]:
+        model = self._guard.model
+        image_towers = towers(model)
+        outermost = outermost_towers(image_towers)
+        decoders = [backbone(model)] if image_towers else []
+        handles = [tower.register_forward_pre_hook(_drop_boundaries, with_kwargs=True) for tower in image_towers]
+        handles += [tower.register_forward_pre_hook(self._divide_inputs, with_kwargs=True) for tower in outermost]
+        handles += [decoder.register_forward_pre_hook(_cut_decoder_inputs, with_kwargs=True) for decoder in decoders]
+        # `always_call`, because after a forward that raises the next one must not find a division
+        handles += [tower.register_forward_hook(self._join_outputs, always_call=True) for tower in outermost]
+        return handles
+
+    def _divide_inputs(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        """Return the arguments of a tower: where ranks share the pack, only the images that this rank computes."""
+        running = running_forward()
+        division = None
+        # If several guards are on this model, only the guard that made the packed forward divides its images.
+        if running is not None and running is self._guard.entered_forward:
+            args, kwargs, division = divide_tower_inputs(args, kwargs, running.group)
+        self._divisions.append(division)
+        return args, kwargs
+
+    def _join_outputs(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        """Return the output of a tower on all images of the pack, from its output on the images of each rank."""
+        # torch calls this hook even if a pre-hook raised. Then the list may be empty. If the forward of the tower
+        # raised, its output is None.
+        division = self._divisions.pop() if self._divisions else None
+        if division is None or output is None:
+            return output
+        return division.exchanged(output)
+
+
+def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Remove the boundaries of the text from the arguments of a tower.
+
+    A tower has boundaries of its own with equal names, the boundaries of images.
+    """
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+
+
+def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+    """Cut the inputs of the decoder to the tokens of this rank, if ranks share the pack."""
+    running = running_forward()
+    if running is None or running.group.is_alone:
+        return None
+    inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
+    return args, kwargs | cut_to_part(inputs, running.part_tokens, running.group.rank)

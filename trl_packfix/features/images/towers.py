@@ -1,0 +1,56 @@
+"""What the core meets of the vision towers of models: a `TowerSupport` for packs with images.
+
+`attention/tower_support.py` says who calls it. While a model takes packs, its towers have the hooks of
+`tower_hooks.py`, and those that compute one image after the other the attention of `tower_attention.py`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...attention.forwards import ModelHooks
+from ...attention.tower_support import TowerSupport
+from ...compat import set_config_attention
+from .tower_attention import REPLACED_ATTENTION, TOWER_ATTENTION, tower_configs
+from .tower_hooks import TowerHooks
+
+
+class Towers(TowerSupport):
+    """Support for vision towers in packs with images."""
+
+    attention_name = TOWER_ATTENTION
+
+    def make_hooks(self, guard: Any) -> list[ModelHooks]:
+        return [TowerHooks(guard)]
+
+    def set_attention(self, model: PreTrainedModel, takes: bool) -> None:
+        for config in tower_configs(model):
+            if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
+                set_config_attention(config, TOWER_ATTENTION if takes else REPLACED_ATTENTION)
+
+    def has_attention(self, model: PreTrainedModel) -> bool:
+        return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(model))
+
+    @contextmanager
+    def attention_as_given(self, model: PreTrainedModel) -> Iterator[None]:
+        had_tower_attention = self.has_attention(model)
+        self.set_attention(model, False)
+        try:
+            yield
+        finally:
+            if had_tower_attention:
+                self.set_attention(model, True)
+
+    def note(self, model: PreTrainedModel, takes: bool, why_not: str) -> str:
+        names = {config._attn_implementation for config in tower_configs(model)}
+        if takes and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
+            return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
+        slow_names = [name for name in sorted(names) if name is not None and "flash" not in name]
+        if not slow_names:
+            return ""
+        return (
+            f"; vision tower on {slow_names[0]}, image by image: {why_not} "
+            "(attn_implementation='flash_attention_2' for the whole model avoids it)"
+        )

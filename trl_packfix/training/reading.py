@@ -1,0 +1,110 @@
+"""How the trainer reads datasets and collates documents: the interface, and runs whose rows are text.
+
+`loading.py` constructs a `TextReading` once for a run, or the subclass of a feature whose rows hold more than text
+(`features/images`). It calls the same methods of either: to read a table or a stream as documents, to collate documents
+into packs and padded batches, and to know what they cost. `reading_class` is the one place that decides which.
+
+A *document* is one training example as the model reads it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..data.loaders import TEXT_CONTENT, PackContent, PaddedCollator
+from ..data.reader import RowReader, TokenReader
+from ..data.stream_reader import StreamRows, StreamTokens, read_whole
+from ..feature import PLAIN, Feature
+from ..layout import Compare
+from ..planning.costs import CostModel
+from ..samples.image_support import image_support
+from .config import SFTConfig
+from .trainer_view import TrainerPart
+
+
+class TextReading(TrainerPart):
+    """Reads the datasets of a run whose rows are text. The classes of features override its methods.
+
+    Attributes:
+        packs_in_trl: whether TRL accepts `packing=True` with such rows.
+        stacks_documents: whether documents of one length can be the rows of one batch: they are tokens alone.
+        has_stored_tokens: whether the tokens of all documents can be read without a processor.
+        feature: the feature of packs, by which they are proved.
+        tower: the part of the model that reads no text; an empty module if there is none.
+        compare: returns the content of documents that `PrefixCollator` compares; None compares tokens.
+    """
+
+    packs_in_trl = True
+    stacks_documents = True
+    has_stored_tokens = True
+    feature: Feature = PLAIN
+    tower = nn.Module()
+    compare: Compare | None = None
+
+    # Datasets
+
+    def read(self, dataset: Dataset, name: str) -> RowReader:
+        """Return the reader of a table."""
+        return TokenReader(dataset)
+
+    def reads(self, dataset: Dataset) -> bool:
+        """Return whether `read` reads a table: TRL has tokenised it."""
+        return "input_ids" in dataset.column_names
+
+    def of_stream(self, vocab_size: int | None) -> StreamRows:
+        """Return the object that makes documents of the rows of a stream."""
+        return StreamTokens(vocab_size)
+
+    def first_of_stream(self, dataset: IterableDataset) -> Any:
+        """Return the tokens of the first row of a stream, or what else tells rows apart."""
+        return np.asarray(next(iter(dataset))["input_ids"]).tolist()
+
+    def table(self, dataset: IterableDataset) -> Dataset:
+        """Read a whole finite stream into a table in memory, with the columns that the trainer reads."""
+        return read_whole(dataset, self.args.weight_column, self.args.source_column)
+
+    # Batches
+
+    def of_packs(self) -> PackContent:
+        """Return what packs hold beside tokens."""
+        return TEXT_CONTENT
+
+    def replaces(self, collate: Callable[..., Any]) -> bool:
+        """Return whether `padded` knows what to do for TRL's collator, which a user may have replaced."""
+        return isinstance(collate, DataCollatorForLanguageModeling)
+
+    def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the collator of padded batches, which may call TRL's collator `collate`."""
+        return PaddedCollator(collate)
+
+    def check_padded(self, reader: RowReader) -> None:
+        """Refuse a table that cannot be evaluated in padded batches."""
+
+    def alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
+        """Return those of some documents on which all ranks run the same parts of the model. All ranks must call."""
+        return documents
+
+    # Costs
+
+    def costs(self, costs: CostModel) -> CostModel:
+        """Return the costs of documents, from the costs of their tokens."""
+        return costs
+
+    def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor | float:
+        """Return the FLOPs of a forward of the tower on a batch."""
+        return 0.0
+
+
+def reading_class(args: SFTConfig, dataset: object) -> type[TextReading]:
+    """Return the class that reads the rows of a run. Rows that are not packed are left to TRL.
+
+    Raises:
+        ValueError: the rows have images, and the folder of the feature is missing.
+    """
+    found: type[TextReading] | None = image_support().reading_class(dataset) if args.packing else None
+    return found or TextReading
