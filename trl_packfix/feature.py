@@ -2,11 +2,10 @@
 
 A feature imports the core. The core works without the folder: it finds the package of a feature by its name
 (`find_folder`), or gets the `Feature` of a run from the fields of the config that belong to it (`features_of`), and
-calls the hooks of that object at the few places where a run with the feature differs. So a run has one path, and no
-module asks whether a feature is on.
+calls its hooks where a run with the feature differs. So a run has one path, and no module asks whether it is on.
 
-A hook gets what a run has without the feature, and returns what it has with the feature. The hooks of `Feature` itself
-change nothing. This module imports no module of the package, so hooks have few types here; each names its types.
+A hook gets what a run has without the feature, and returns what it has with it. The hooks of `Feature` itself change
+nothing. This module imports no module of the package, so hooks have few types here; each names its types.
 """
 
 from collections.abc import Mapping
@@ -25,15 +24,15 @@ class FeatureField(NamedTuple):
     regrouping: tuple[Any, ...] = ()  # values with which planning has other units than documents
 
 
+# The fields of `SFTConfig` that belong to features, by name. A second feature with fields adds its own
 FIELDS = {"share_prefixes": FeatureField("prefixes", off="off", regrouping=("family",))}
-"""The fields of `SFTConfig` that belong to features, by name. A second feature with fields adds its own."""
 
 
 class Feature:
     """A feature with its settings of a run; this class is a run without any.
 
-    `make_units`, `make_collator`, `make_probe_class` and `report_section` are made for images, too, which have units of
-    other costs, rows with pixels, a probe with images, and a section of the report. The other hooks have one user.
+    Shared prefixes and images make a probe. `make_unpacked_class` is for images. The other hooks are for prefixes: what
+    images need there is in the objects that read and collate the rows (`training/reading.py`).
     """
 
     is_on = False
@@ -49,58 +48,46 @@ class Feature:
 
     @property
     def plain(self) -> "Feature":
-        """The feature that all packs of the run have, with which this one is combined; it is proved first."""
+        """The feature that all packs have, also those without this one, which is combined with it; proved first."""
         return self
-
-    # Hooks of data and planning
 
     def refuse_lengths(self, num_documents: int) -> None:
         """Raise ValueError if the feature needs more than the lengths of documents. Only tokens can be missing."""
 
     def sort_tokens(self, reader: Any, documents: Any) -> Any:
-        """Return the `TokenOrder` of the `Documents` of a reader, cached with them; None if it is not needed.
-
-        Only a feature that compares documents needs it.
-        """
+        """Return the `TokenOrder` of the `Documents` of a reader, cached with them; None if it is not needed."""
         return None
 
     def make_units(self, units: T, planner: Any, step_of_documents: Any = None) -> T:
-        """Return the `Units` that an `EpochPlanner` plans.
-
-        `step_of_documents` is the optimizer step that each document must keep, shape (N,); None if any is fine.
-        """
+        """Return the `Units` to plan; `step_of_documents` has the step that each document must keep, (N,), or None."""
         return units
 
     def make_collator(self, collator: T, *, keeps_last_rows: bool = False, compare: Any = None) -> T:
         """Return the collator of packs, from the `PackedDataCollator` of the run.
 
         `keeps_last_rows` gives a row to every token, also to one on whose output no document is trained. `compare`
-        gives what is compared of documents with images; None compares tokens.
+        returns the content of documents; None compares tokens.
         """
         return collator
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> "Feature":
         """Return the feature in packs of an evaluation. Only a feature with plans of its own differs there.
 
-        `can_sort` is whether documents can be sorted by their tokens: to do so with images, all would be processed.
-        `shares` is whether documents may share rows: the model is proved, and the loss can be computed.
+        `can_sort` is whether documents can be sorted by tokens: with images, all would be processed. `shares` is
+        whether documents may share rows: the model is proved, and the loss can be computed.
         """
         return self
-
-    # Hooks of proofs
 
     def make_probe_class(self, probe_class: type[T]) -> type[T]:
         """Return the class of the probe that packs with the feature are proved with, from that of plain packs."""
         return probe_class
 
     def make_unpacked_class(self, unpacked_class: type[T]) -> type[T]:
-        """Return the class of the hooks that run documents as rows of padded batches, from that of plain packs."""
+        """Return the class of the hooks that run documents as rows of padded batches, from that for plain packs."""
         return unpacked_class
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
         """Raise PackingLeakError, or warn that training goes on without the feature. Others cannot be left out."""
-
-    # Hooks of the report
 
     def report_section(self, planner: Any) -> Any:
         """Return what the feature does in the first epoch, without reading a token; None if it does nothing."""
@@ -111,8 +98,7 @@ class Feature:
         return self.report_section(planner)
 
 
-PLAIN = Feature()
-"""A run without features."""
+PLAIN = Feature()  # a run without features
 
 
 def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
@@ -123,7 +109,7 @@ def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
 def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
     """Return the feature of a run whose `settings`, a config or another object, have the fields that belong to it.
 
-    It is combined with `plain`, which all packs of the run have because of the rows of the dataset.
+    It is combined with `plain`, which all packs have because of the rows of the dataset (`training/reading.py`).
 
     Raises:
         ValueError: a field switches a feature on, and its folder is missing.
