@@ -1,7 +1,7 @@
 """Render a conversation with the chat template: the whole of it, or one assistant turn as generation sees it.
 
-`Conversation.from_row` reads a row of the user's dataset. The recipes (`recipes.py`, `images.py`) and the rules of
-trained turns (`turns.py`) render it as text or tokens.
+`Conversation.from_row` reads a row of the user's dataset. The recipes (`recipes.py`, and `features/images/measures.py`)
+and the rules of trained turns (`turns.py`) render it as text or tokens.
 
 Templates that strip earlier thinking (Qwen3, GPT-OSS) render a conversation anew at every assistant turn. What the
 model saw when it wrote a turn is then not the beginning of the whole conversation. The sample of a turn is:

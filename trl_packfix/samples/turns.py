@@ -1,9 +1,9 @@
 """Find the tokens of a conversation that are trained: the tokens of its assistant turns.
 
 A `Conversation` comes in from `conversation.py`. `TurnRule` selects its trained turns by the config, and finds their
-tokens in the rendered conversation for the recipes (`recipes.py`, `images.py`). In a template with `{% generation %}`
-markers, a turn is the text between its markers, as in TRL. In a template without markers, a turn is the text that the
-template adds to the prompt of the turn when the message is appended:
+tokens in the rendered conversation for the recipes (`recipes.py`, and `features/images/measures.py`). In a template
+with `{% generation %}` markers, a turn is the text between its markers, as in TRL. In a template without markers, a
+turn is the text that the template adds to the prompt of the turn when the message is appended:
 
     prompt      template(messages before the turn, add_generation_prompt=True)
     turn        template(messages up to the turn), without the prompt
