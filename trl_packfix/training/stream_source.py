@@ -176,10 +176,10 @@ def resume_stream_at(
             different_states = states[:: first_state["count"]]
             num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
             all_read_it = state["count"] > stream.num_alike
-            how = "every rank reads all of it" if all_read_it else "divided between the ranks"
+            division = "every rank reads all of it" if all_read_it else "divided between the ranks"
             logger.warning(
                 f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {num_waiting:,} documents "
-                f"that wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). "
+                f"that wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({division}). "
                 "Random numbers (dropout) differ."
             )
     stream.load_state_dict(state, num_skipped)
