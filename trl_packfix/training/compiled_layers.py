@@ -8,8 +8,8 @@ Layers are compiled after the first optimizer step. Before it, temporary hooks (
 forwards of the proofs would make torch compile again, until it reaches its limit and compiles nothing more. For the
 same reason later proofs run uncompiled layers, and when training ends or fails, the trainer calls `CompileLayers.undo`.
 
-torch runs what it cannot compile as it is, without an error. So the weights that run in graphs are noted in the second
-step, the first with compiled layers, and the report says how many layers were compiled (`CountingBackend`).
+torch runs what it cannot compile as it is, without an error. So `CountingBackend` notes in the second step, the first
+step with compiled layers, which weights are inputs of graphs. The report says how many layers were compiled.
 """
 
 from collections.abc import Callable
@@ -56,12 +56,12 @@ def layers_uncompiled(args: TrainingArguments) -> AbstractContextManager[None]:
 
 
 class CountingBackend:
-    """A backend for `torch.compile` that compiles with another one, and counts the layers that run in its graphs.
+    """A backend for `torch.compile` that compiles with another backend, and counts the layers that run in its graphs.
 
-    The parameters that a graph uses are among the arguments with which torch calls it.
+    The parameters that a graph uses are among the inputs with which torch calls the graph.
 
     Args:
-        backend: the other backend, which gets a graph and examples of its inputs, and returns what runs it.
+        backend: the other backend, which gets a graph and examples of its inputs, and returns the compiled function.
         layers: the layers that are compiled.
 
     Attributes:
@@ -72,32 +72,32 @@ class CountingBackend:
         self.num_graphs = 0
         self._backend = backend
         self._num_layers = len(layers)
-        # For each layer not known to be compiled, the names of its trained parameters that were in no graph yet. Other
-        # parameters may belong to adapters that are not in use, which run nowhere. Of a layer without any trained
-        # parameter one in a graph is enough.
+        # The layers that are not known to be compiled, each with the names of its trained parameters that were in no
+        # graph yet. Parameters that are not trained may belong to adapters that are not in use, which run nowhere. If a
+        # layer has no trained parameter, one parameter in a graph is enough.
         self._missing = {layer: _trained_names(layer) for layer in layers}
 
     def __call__(self, graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph, and return what runs it."""
+        """Compile a graph, and return the function that runs it and notes its inputs."""
         self.num_graphs += 1
-        compiled = self._backend(graph, example_inputs)
+        compiled_graph = self._backend(graph, example_inputs)
 
-        def run(*inputs: Any) -> Any:
+        def run_graph(*inputs: Any) -> Any:
             if self._missing:
-                self._note({id(value) for value in inputs})
-            return compiled(*inputs)
+                self._note_inputs({id(value) for value in inputs})
+            return compiled_graph(*inputs)
 
-        return run
+        return run_graph
 
-    def _note(self, inputs: set[int]) -> None:
-        """Note the weights of layers among the inputs of a graph, which are given by their ids."""
-        for layer, missing in [*self._missing.items()]:
-            # Read in each call, because FSDP has other parameters in a layer while it runs
-            found = {name for name, weight in layer.named_parameters() if id(weight) in inputs}
-            if found and found >= missing:
+    def _note_inputs(self, ids_of_inputs: set[int]) -> None:
+        """Remove the weights that are inputs of a graph, given by the `id` of each input, from the missing weights."""
+        for layer, missing_names in [*self._missing.items()]:
+            # The parameters are read in each call, because FSDP has other parameters in a layer while it runs
+            names = {name for name, weight in layer.named_parameters() if id(weight) in ids_of_inputs}
+            if names and names >= missing_names:
                 del self._missing[layer]
-            elif found:
-                self._missing[layer] = missing - found
+            elif names:
+                self._missing[layer] = missing_names - names
 
     def stop(self) -> int:
         """Return how many layers had all of their trained weights in graphs, and note nothing more."""
@@ -131,7 +131,7 @@ class CompileLayers(TrainerCallback):
         trainer = self._trainer
         if self._backend is not None:  # the second step, which ran the compiled layers
             self._is_done = True
-            self._say(self._backend.stop(), self._backend.num_graphs)
+            self._report(self._backend.stop(), self._backend.num_graphs)
             return
         self._layers = decoder_layers(trainer.model)
         self._is_done = not self._layers
@@ -139,8 +139,8 @@ class CompileLayers(TrainerCallback):
         self._backend = CountingBackend(compile_with, self._layers)
         compile_layers(self._layers, self._backend)
 
-    def _say(self, num_compiled: int, num_graphs: int) -> None:
-        """Print what torch compiled, and write it into the report."""
+    def _report(self, num_compiled: int, num_graphs: int) -> None:
+        """Print how many layers torch compiled, and write the line into the report."""
         trainer = self._trainer
         num_layers = len(self._layers)
         text = f"{num_compiled} of {num_layers} layers compiled, {num_graphs} graph{'' if num_graphs == 1 else 's'}"

@@ -19,7 +19,7 @@ class PlanningSettings:
     """The fields of `SFTConfig` that planning reads, with the same defaults and the same checks.
 
     Raises:
-        ValueError: a value is unknown, or contradicts another.
+        ValueError: a value is unknown, or contradicts another value.
     """
 
     max_length: int = 1024

@@ -37,8 +37,8 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
 
     Returns:
         A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised has no tokens, and the
-        reason in the column `BAD_ROW_COLUMN`. And how many conversations were read and how many samples their turns
-        became; None without `per_turn`, or if the table is tokenised.
+        reason in the column `BAD_ROW_COLUMN`. The second value says how many conversations `per_turn` has split into
+        how many samples; it is None without `per_turn`, or if the table is tokenised.
     """
     check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:

@@ -4,9 +4,10 @@ In training, the loss (`objective.py`) adds the sums of each micro-batch to `Tra
 waiting for it. Once per log the sums are gathered over all ranks, and `metrics` makes the logged values from them. An
 evaluation (`evaluation.py`) adds its batches to `EvaluationTotals`, and gathers them once, at its end.
 
-Words: A *trained token* is a token with a label. A *source* is the name of the data set from which a document comes
-(`source_column`); losses are also logged by source. A *window* is the time between two logs. *Copies* are ranks that
-count the same tokens, because they divide one model between them (tensor parallelism).
+Words: A *trained token* is a token with a label. A *target* is a pair of a document and a trained token (`layout.py`).
+A *source* is the name of the data set from which a document comes (`source_column`); losses are also logged by source.
+A *window* is the time between two logs. With sequence parallelism the ranks of a *group* share a pack. *Copies* are
+ranks that count the same tokens, because they divide one model between them (tensor parallelism).
 """
 
 import time
@@ -32,20 +33,20 @@ class FetchedBatch:
 
     Attributes:
         sizes: how much is computed for it.
-        trained: trained tokens of each document, (N,), in all parts of the pack.
-        rows: number of tokens on this rank, with padding.
+        trained: number of trained tokens of each document, (N,), in all parts of the pack.
+        num_row_tokens: number of tokens on this rank, with padding.
         flops: FLOPs of forward and backward, ().
-        is_leader: whether this rank counts what all ranks of a group know of the pack that they share.
+        is_leader: whether this rank is the first of its group, which counts the pack for all ranks of the group.
     """
 
     sizes: Sizes
     trained: Tensor
-    rows: int
+    num_row_tokens: int
     flops: Tensor
     is_leader: bool
 
-    def once(self, value: Tensor) -> Tensor:
-        """Return a value that all ranks of a group know on the first of them, and 0 on the others."""
+    def count_once(self, value: Tensor) -> Tensor:
+        """Return a number of the whole pack on the first rank of a group, and 0 on the other ranks."""
         return value * self.is_leader
 
 
@@ -55,8 +56,8 @@ class ScoredBatch:
 
     Attributes:
         outputs: the outputs of the model, with `entropy`, `is_top1` and `label_mask` of each position.
-        targets: which of these positions count.
-        aux_loss: the router loss, (); None without one.
+        targets: selects the values of these positions that count.
+        aux_loss: the router loss, (); None without a router loss.
     """
 
     outputs: Any
@@ -69,19 +70,19 @@ class ScoredBatch:
 
 
 OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
-    "trained_tokens": lambda batch: batch.once(batch.trained.sum()),
-    "tokens": lambda batch: batch.once(batch.sizes.tokens),  # of documents
+    "trained_tokens": lambda batch: batch.count_once(batch.trained.sum()),
+    "tokens": lambda batch: batch.count_once(batch.sizes.tokens),  # tokens of documents, without padding
     # Tokens that the model computes: fewer than `tokens` if prefixes are shared
     "computed": lambda batch: batch.sizes.computed_rows,
-    # With padding. `torch.tensor` would synchronise with the device
-    "row_tokens": lambda batch: batch.trained.new_full((), batch.rows),
-    "documents": lambda batch: batch.once((batch.trained > 0).sum()),
-    # Packs, and parts of packs on ranks: equally many unless ranks share packs
-    "micro_batches": lambda batch: batch.once((batch.trained > 0).any()),
+    # Tokens with padding. `torch.tensor` would synchronise with the device
+    "row_tokens": lambda batch: batch.trained.new_full((), batch.num_row_tokens),
+    "documents": lambda batch: batch.count_once((batch.trained > 0).sum()),
+    # `micro_batches` counts packs and `rows` counts parts of packs on ranks. Dummies do not count in either
+    "micro_batches": lambda batch: batch.count_once((batch.trained > 0).any()),
     "rows": lambda batch: (batch.trained > 0).any(),
-    "flops": lambda batch: batch.once(batch.flops),
+    "flops": lambda batch: batch.count_once(batch.flops),
 }
-"""Sums over micro-batches, by name, and what each batch adds. They are added when batches are fetched, for any loss."""
+"""The sums over micro-batches, by name: what each batch adds when it is fetched. They are right for any loss."""
 
 OF_OUTPUTS: dict[str, Callable[[ScoredBatch], Tensor]] = {
     "entropy": lambda batch: batch.sum(batch.outputs.entropy),
@@ -89,7 +90,7 @@ OF_OUTPUTS: dict[str, Callable[[ScoredBatch], Tensor]] = {
     "scored": lambda batch: batch.sum(batch.outputs.label_mask),  # number of labels
     "aux_loss": lambda batch: batch.targets.trained.new_zeros(()) if batch.aux_loss is None else batch.aux_loss,
 }
-"""Sums over outputs of the model, by name, and what each batch adds. Only a loss of this package adds them."""
+"""The sums over outputs of the model, by name: what each batch adds. Only the loss of this package adds them."""
 
 
 @dataclass
@@ -124,8 +125,8 @@ class TrainingTotals:
 
     Args:
         sources: names of the sources by which losses are summed.
-        shares_rows: whether packs compute rows that documents share once, so that the log says which share
-            of the tokens is computed.
+        shares_rows: whether packs compute common prefixes of documents once. Then the log says which share of the
+            tokens is computed.
 
     Attributes:
         sources: names of the sources.
@@ -143,14 +144,15 @@ class TrainingTotals:
         """Set all sums to zero, and sum losses by these sources from now on.
 
         Args:
-            sources: names of the sources.
-            stream_sources: the sources that this rank meets in a stream, where the names are not known before; or None.
+            sources: names of the sources of a table.
+            stream_sources: the numbers of the sources of a stream. This rank numbers a source when it first reads it.
+                None for a table.
         """
         self._stream_sources = stream_sources
         self._name_sources(sources)
-        # Sums of this rank that are not gathered yet, on the device, by the tuple of their names
+        # Sums of this rank that are not gathered yet, on the device: a vector for each group, by the names of the group
         self._pending: dict[tuple[str, ...], Tensor] = {}
-        # Sums by source of a stream, (2, `MAX_SOURCES`), not gathered yet, in the order in which this rank numbers them
+        # Sums by source of a stream that are not gathered yet, (2, `MAX_SOURCES`), by this rank's numbers of sources
         self._pending_by_source: Tensor | None = None
         self.num_documents = 0
         self.is_scored = False
@@ -158,10 +160,11 @@ class TrainingTotals:
         self._start_window()
 
     def _name_sources(self, sources: Sequence[str]) -> None:
-        """Set the names of the sources, and so the names of all sums."""
+        """Set the names of the sources, and with them the names of all sums."""
         self.sources = sources
         self._source_sums = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
-        self._groups = [names for names in (tuple(OF_BATCHES), tuple(OF_OUTPUTS), self._source_sums) if names]
+        groups = (tuple(OF_BATCHES), tuple(OF_OUTPUTS), self._source_sums)
+        self._groups = [names for names in groups if names]
         self._names = [name for names in self._groups for name in names]
 
     def _start_window(self) -> None:
@@ -202,7 +205,7 @@ class TrainingTotals:
         self.is_scored = True
 
     def _add(self, values_by_name: dict[str, Tensor]) -> None:
-        """Add the sums of one micro-batch on this rank, scalars by the names of a group."""
+        """Add the sums of one group for one micro-batch on this rank: scalars, by name."""
         names = tuple(values_by_name)
         values = values_by_name.values()
         sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
@@ -232,6 +235,7 @@ class TrainingTotals:
             return dict.fromkeys(self._names, 0.0)
         if self._stream_sources is not None:
             self._agree_on_sources(self._stream_sources)
+        # All ranks reduce vectors of the same length. A group to which this rank has added nothing is 0
         dtype = next(iter(self._pending.values())).dtype
         pending = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
         sums = torch.cat([group_sums.to(accelerator.device) for group_sums in pending])
@@ -256,6 +260,7 @@ class TrainingTotals:
         sums = self._pending_by_source
         self._pending_by_source = None
         if sums is not None and names:
+            # Move the sums from this rank's numbers of sources to the numbers on all ranks
             ordered = sums.new_zeros(2, len(names))
             ordered[:, [names.index(name) for name in rank_sources]] = sums[:, : len(rank_sources)]
             self._pending[self._source_sums] = ordered.flatten()
@@ -267,8 +272,8 @@ class TrainingTotals:
 
         Args:
             span: the sums and times of the steps.
-            capacity: capacity of a micro-batch in tokens, on one rank. If it is None, `efficiency` is the share of
-                computed tokens in the rows, which include padding.
+            capacity: the most tokens of a micro-batch on one rank, by which computed tokens are divided for
+                `efficiency`. If it is None, they are divided by all tokens with padding.
             num_ranks: number of ranks, by which FLOPs are divided.
             peak_tflops: peak speed of a device in TFLOP/s; None logs no `mfu`.
         """
@@ -380,8 +385,8 @@ class EvaluationTotals:
         """Add a batch, and return its mean loss over trained tokens, a scalar.
 
         Args:
-            scores: the outputs of the model, or of `scores_of`, with one value per position.
-            targets: which of these positions count for which documents.
+            scores: the `TokenScores` of the model or of `scores_of`, with one value per position.
+            targets: selects the values of these positions that count.
             sources: the number of the source of each target; None without sources.
         """
         token_values = (-scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask)
