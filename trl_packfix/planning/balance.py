@@ -11,7 +11,7 @@ dealt first, by their *excess*: their cost above the cost of short documents wit
 fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity. At last, such a
 slot and a slot with room divide the shortest documents of both anew, until no slot is above its capacity.
 
-A *unit* is what planning packs: a document, or a family of documents that begin alike. Functions below `balance_packs`
+A *unit* is what planning packs: a document, or a family of documents that begin alike. `deal_documents` and `_Slots`
 call every unit a document.
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
