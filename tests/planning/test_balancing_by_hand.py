@@ -255,20 +255,20 @@ def test_sixteen_partners_are_tried_for_a_slot_above_its_capacity(num_useless, s
     lengths = [5, 5, 4, 4] + [8] * num_useless
     documents = [[0, 1], *([4 + i] for i in range(num_useless)), [2, 3]]
     slots = slots_of(documents, 9, lengths)
-    slots.exchange_excess()
+    slots.relieve_slots()
     assert (min(slots.room) >= 0) is succeeds
 
 
 def test_a_slot_without_a_partner_stays_above_its_capacity():
     slots = slots_of([[0, 1], [2]], 9, [5, 5, 9])
-    slots.exchange_excess()
+    slots.relieve_slots()
     assert slots.room == [-1, 0]
 
 
 def test_a_partner_that_did_not_help_one_slot_may_help_another():
     """8 tokens in one document cannot take 5 of 5 + 5, for which 4 + 4 are found, but take 1 of 5 + 4 + 1."""
     slots = slots_of([[0, 1], [2, 3, 4], [5], [6, 7]], 9, [5, 5, 5, 4, 1, 8, 4, 4])
-    slots.exchange_excess()
+    slots.relieve_slots()
     assert slots.room == [0, 0, 0, 0]
 
 

@@ -100,7 +100,8 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     )
     dealt_costs = np.array([costs[pack].sum() for pack in dealt])
     order = np.arange(num_slots) if by_rank else np.argsort(-dealt_costs, kind="stable")
-    if modelled_time(dealt_costs[order]) < best_time and all(map(len, dealt)):
+    is_faster = modelled_time(dealt_costs[order]) < best_time
+    if is_faster and all(map(len, dealt)):  # no slot is left without a document
         dealt_packs = [members[dealt[i]] for i in order]
         if bins.fits(dealt_packs, units):
             return dealt_packs
@@ -188,7 +189,7 @@ def deal_documents(
         by_rank: whether ranks wait for each other only after the last micro-step.
 
     Returns:
-        The indices of the documents in each slot. If it is not found how they fit, a slot is above the capacity.
+        The indices of the documents in each slot. If no way is found in which they fit, a slot is above the capacity.
 
     >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
     >>> cost = lengths + lengths**2.0
@@ -231,7 +232,7 @@ def deal_documents(
             short = slots.deal_to_groups(short, [[slot] for slot in micro_step], limit=loads[micro_step[0]])
     slots.deal_to_groups(short, groups)
     # 5. Relieve slots above their capacity.
-    slots.exchange_excess()
+    slots.relieve_slots()
     return slots.packs()
 
 
@@ -331,13 +332,16 @@ class _Slots:
                 self.put_document(document, slot)
         return list(unused)
 
-    def exchange_excess(self) -> None:
-        """Divide documents between pairs of slots until no slot is above its capacity, or no division helps."""
+    def relieve_slots(self) -> None:
+        """Divide documents between pairs of slots until no slot is above its capacity, or no division helps.
+
+        A slot above its capacity is relieved by a *partner*, one of the slots with most room.
+        """
         with_room = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
         heapq.heapify(with_room)
         for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
             while self.room[slot] < 0:
-                # Try the slots with most room as partners, until one of them relieves this slot.
+                # Try partners until one of them takes tokens from this slot.
                 partners: list[int] = []
                 is_relieved = False
                 while not is_relieved:

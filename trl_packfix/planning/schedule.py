@@ -206,12 +206,13 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
         return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size)
 
     def packs_of_step(members: Int64Array) -> list[Int64Array]:
+        """Return a pack for each slot of a step with these units."""
         packs = _few_packs(members, units, bins)
         if bins.evens_targets:
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
             packs = even_targets(packs, units, num_filled, bins=bins)
             return packs + [members[:0]] * (bins.num_slots - len(packs))
-        if bins.balance == "step":
+        if bins.balance == "step":  # in the micro-batches that are filled
             packs = balance_packs(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
         return _fill_empty_packs(packs, units.rows, bins.num_slots)
 
@@ -233,9 +234,10 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
     plan = plan_bfd(rows, bins.capacity, None)
-    # The units fit, since every closed pack of m units holds at least B documents, see `schedule_steps`: the next unit,
-    # no longer than any of the m, did not fit, so they have more than m / (m + 1) * capacity rows and
-    # 2 m B / (m + 1) - m >= B - 1 documents if m < B. If m >= B, they are at least B documents anyway.
+    # The units need at most S' packs, since all packs but the last have at least B documents. (`schedule_steps` defines
+    # B and S', and bounds the rows of a unit.) A pack of m >= B units has at least m documents. A pack of m < B units
+    # had no room for the unit that opened the last pack, which is no longer than any of the m. So it has more than
+    # m / (m + 1) * capacity rows, and more than 2 m B / (m + 1) - m >= B - 1 documents.
     assert plan.num_packs <= bins.num_slots
     num = -(-plan.num_packs // bins.world_size) * bins.world_size
     even_packs = [longest_first[pack] for pack in least_loaded(rows, rows, num, capacity=bins.capacity)]
@@ -295,13 +297,13 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
         *_, i = heapq.heappop(heap)
         longest_first = packs[i][np.argsort(-rows[packs[i]], kind="stable")]
         sorted_rows = rows[longest_first]
-        first, second = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
-        packs[i] = longest_first[first]
-        packs.append(longest_first[second])
+        first_half, second_half = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
+        packs[i] = longest_first[first_half]
+        packs.append(longest_first[second_half])
         places.append(places[i])
-        for half in (i, len(packs) - 1):
-            if len(packs[half]) > 1:
-                heapq.heappush(heap, heap_entry(half))
+        for new_pack in (i, len(packs) - 1):
+            if len(packs[new_pack]) > 1:
+                heapq.heappush(heap, heap_entry(new_pack))
     return [packs[i] for i in sorted(range(len(packs)), key=places.__getitem__)]
 
 

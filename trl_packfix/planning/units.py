@@ -45,8 +45,8 @@ class Bins:
     def fits(self, packs: Iterable[Int64Array], units: "Units") -> bool:
         """Return whether each pack may be in a slot. This is the only rule about what may share a pack.
 
-        All functions that deal units anew call it, and keep the packs that were planned if it returns False. Packs are
-        also halved, so what may share a pack must be allowed in any part of it.
+        All functions that deal units anew call this method, and keep the packs that were planned if it returns False.
+        Packs are also halved, so what may share a pack must also be allowed in any half of it.
 
         Args:
             packs: numbers of the units in each pack.
