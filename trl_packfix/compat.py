@@ -1,37 +1,36 @@
-"""What depends on the version of another library, and all changes of objects of other libraries.
+"""Keep in one module all code for certain versions of other libraries, and all changes of their objects.
 
-Each entry says what it does and why, with a link where there is one, and when it can be removed. Python's own branch,
-that of forks, is in `threads.py`. No other module changes an object of another library (`tests/test_fence.py`). Who
-undoes the changes, and when:
+Each function says what it does and why, with a link where there is one, and when it can be removed. Other modules call
+these functions without knowing versions, and change no object of another library (`tests/test_fence.py`). One
+workaround is elsewhere: for Python's fork, in `data/threads.py`. Who undoes the changes, and when:
 
-    ReplacedFunctions            the last packed forward that ends, of all models and threads
-    change_checkpoint_functions  the guard of packed forwards, when it is removed from the model
+    ReplacedFunctions            the end of the last packed forward that is running, of all models and threads
+    change_checkpoint_functions  the guard of packed forwards (`attention/forwards.py`), when it is removed
     set_lora_cast                the hooks of the packed model, when training or evaluation ends
     set_config_attention         the packed model, when training or evaluation ends
-    saves_varlen_attention       the last trainer whose construction ends
+    saves_varlen_attention       the end of the last construction of a trainer
     callbacks_left_out,
     hooks_left_out, not_logged,
     summed_once, train_mode_kept,
     whole_model_saved            the end of the context, also after an error
-    replace_router_logits        the forward, at its end
-    undo_compilation             it undoes what this package has done, when training ends
-    call_first                   `remove()` of what `pack_forward` returned
+    replace_router_logits        transformers, at the end of the forward
+    undo_compilation             nobody: it undoes itself what this package has done, when training ends
+    call_first                   `remove()` of the object that `pack_forward` has returned
 
-These changes stay:
+These changes stay, because:
 
-    run_hooks_inside_adapters    the adapters of peft below 0.21 do from then on what later ones do
+    run_hooks_inside_adapters    adapters of peft 0.21 and later behave in the same way
     replace_forward,
-    add_capped_head              as TRL leaves its own fused head on a model
+    add_capped_head              TRL also leaves its own fused head on a model
     name_num_experts             TRL's fused head reads the config in every forward
-    set_pad_token_by_text        the token is the same, and TRL sets it, too
+    set_pad_token_by_text        the token stays the same, and TRL sets it in the same way
     name_wrapped_layers,
     keep_from_preparing,
-    forget_evaluation            what they change lives as long as the run
-    declare_whole_sizes          the sizes are those that peft should have set
+    forget_evaluation            the changed object is not used after the training
+    declare_whole_sizes          peft should have set these sizes itself
 
-Other modules call these functions without knowing versions. One workaround is elsewhere: for Python's fork, in
-`data/threads.py`. The leak probe imports this module and needs torch and transformers only. So every other library is
-imported by the function that uses it.
+The leak probe imports this module and needs torch and transformers only. So every other library is imported by the
+function that uses it. A *pack* below is several documents in one row, with their boundaries.
 """
 
 import importlib
@@ -64,13 +63,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from datasets import IterableDataset
 
-TRL_FLOOR = "1.9.0"
+TRL_FLOOR = "1.9.0"  # the oldest version of TRL that is supported
 SUMMED_BY_RANKS = "replicated_with_grad_allreduce"  # a style of transformers' plans of tensor parallelism
-VARLEN_KERNEL = "_flash_attention_forward"  # of `torch.ops.aten`
-# The attribute of torch's `CheckpointWrapper`, which FSDP puts around modules, and that of a layer of transformers
+VARLEN_KERNEL = "_flash_attention_forward"  # name of the operator in `torch.ops.aten`
+# The attributes that hold the checkpoint function: of torch's `CheckpointWrapper`, which FSDP puts around modules, and
+# of both this wrapper and the layers of transformers
 WRAPPER_CHECKPOINT = "checkpoint_fn"
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", WRAPPER_CHECKPOINT)
-# What accelerate wraps in DistributedDataParallel: values of its `DistributedType`, which are strings
+# The values of accelerate's `DistributedType` with which it wraps a model in DistributedDataParallel
 DDP = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 
 
@@ -102,8 +102,8 @@ def scores_tokens(installed: str | None = None) -> bool:
 def router_loss_coefficient(trainer: object, args: "trl.SFTConfig") -> float | None:
     """Return the weight of the router loss.
 
-    From TRL 1.13 on it is an attribute of the trainer, before only an argument. Can be removed with support for TRL
-    below 1.13.
+    From TRL 1.13 on the trainer has it as an attribute, and before only the config has it. Can be removed with support
+    for TRL below 1.13.
     """
     return getattr(trainer, "router_aux_loss_coef", args.router_aux_loss_coef)
 
@@ -124,7 +124,7 @@ def drops_router_logits(model: nn.Module) -> bool:
     return has_router and has_records and not has_logits
 
 
-def kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
+def find_kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
     """Return the package in which transformers looks for a kernel that replaces this function, and whether it has one.
 
     For a function without such a kernel the result is None. From transformers 5.17 on, the wrapper around the function
@@ -139,15 +139,15 @@ def kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
         return None
     if "package" in wrapper:
         return wrapper["package"], wrapper["is_new_implementation"]
-    given = re.match(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"', inspect.getsource(function))
-    return None if given is None else (given[1], wrapper["is_new_implementation"])
+    decorator = re.match(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"', inspect.getsource(function))
+    return None if decorator is None else (decorator[1], wrapper["is_new_implementation"])
 
 
-def training_every_token(collate: Any) -> Any:
+def train_every_token(collate: Any) -> Any:
     """Return a copy of TRL's vision collator for rows in which every token is trained.
 
-    The collator of later versions has a field by which only answers are trained, `assistant_only_loss`. The collator
-    of TRL 1.9 does not have it. Can be removed with support for TRL 1.9.
+    With one of two fields the collator trains only completions or only answers. The collator of TRL 1.9 has no field
+    for answers, `assistant_only_loss`. Can be removed with support for TRL 1.9.
     """
     names = {field.name for field in fields(collate)} & {"completion_only_loss", "assistant_only_loss"}
     return replace(collate, **dict.fromkeys(names, False))
@@ -156,19 +156,20 @@ def training_every_token(collate: Any) -> Any:
 def set_pad_token_by_text(tokenizer: Any) -> None:
     """Set the padding token of a tokenizer to its own text, which changes the hash of the tokenizer.
 
-    TRL does so, except TRL 1.9 where rows have images. `datasets` finds the lengths that `trl-packfix prepare` has
-    cached only by an equal hash. Can be removed with support for TRL 1.9.
+    TRL sets the token in this way, too, except that TRL 1.9 does not for rows with images. `datasets` finds the lengths
+    that `trl-packfix prepare` has cached only if the hash is equal. Can be removed with support for TRL 1.9.
     """
     text = tokenizer.pad_token
     if text is not None:
         tokenizer.pad_token = text
 
 
-def masks_images(collate: Any) -> bool:
+def can_train_answers_only(collate: Any) -> bool:
     """Return whether TRL's vision collator can train only the answers of rows with images.
 
-    TRL 1.9 has no fields for it, and transformers finds turns behind images from 5.18 on. Can be removed with support
-    for TRL 1.9 and for transformers below 5.18. https://github.com/huggingface/transformers/releases/tag/v5.18.0
+    The collator of TRL 1.9 has no fields for it, and below 5.18 transformers does not find turns behind images. Can be
+    removed with support for TRL 1.9 and for transformers below 5.18.
+    https://github.com/huggingface/transformers/releases/tag/v5.18.0
     """
     names = {field.name for field in fields(collate)}
     finds_turns = Version(transformers.__version__) >= Version("5.18.0.dev0")
@@ -178,8 +179,8 @@ def masks_images(collate: Any) -> bool:
 def sanitises_control_tokens() -> bool:
     """Return whether `chat_template_kwargs={"sanitize_control_tokens": True}` keeps control tokens in texts as text.
 
-    transformers 5.16 passes it to the template, which ignores it. Can be removed with support for versions whose
-    `apply_chat_template` has no such argument.
+    transformers 5.16 passes this argument to the template, which ignores it. Can be removed with support for versions
+    whose `apply_chat_template` has no such argument.
     """
     return "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
@@ -199,8 +200,8 @@ def end_training(trainer: "transformers.Trainer") -> None:
 def main_process_first() -> Iterator[None]:
     """Make the main process run this context first, then the main process of each node, then the other processes.
 
-    So each cache is written once. TRL has this context as `global_then_local_main_first`, but not in 1.9. Can be
-    removed with support for TRL 1.9.
+    So each cache is written once. Later versions of TRL than 1.9 have this context as `global_then_local_main_first`.
+    Can be removed with support for TRL 1.9.
     """
     from accelerate import PartialState
 
@@ -232,7 +233,10 @@ def run_hooks_inside_adapters(model: nn.Module) -> None:
 def nested_rope_keys(config: PreTrainedConfig, rope: dict[str, Any]) -> list[str]:
     """Return the layer types for which a config has rotary parameters of their own; [] if all layers share parameters.
 
-    Configs have this method from transformers 5.20 on. Can be removed with support for transformers below 5.20.
+    From transformers 5.20 on, configs have a method for this. Can be removed with support for transformers below 5.20.
+
+    Args:
+        rope: `config.rope_parameters`, by layer type if layers have parameters of their own.
     """
     if hasattr(config, "nested_rope_parameter_keys"):
         return config.nested_rope_parameter_keys(rope)
@@ -251,10 +255,11 @@ def recorded_router_logits() -> list[torch.Tensor]:
 
 
 def replace_router_logits(first: int, logits: list[torch.Tensor]) -> None:
-    """Replace what transformers has recorded in the running forward, from the number `first` on.
+    """Replace the router logits that transformers has recorded in the running forward, from index `first` on.
 
-    A repaired module runs a router on several batches of documents, and the output of the model has the logits of the
-    pack. What is recorded lives as long as the forward. Can be removed when transformers has a public way for it.
+    A repaired module runs its router on several batches of documents, and each call is recorded. The output of the
+    model must have the logits of the pack instead. The record is dropped at the end of the forward. Can be removed when
+    transformers has a public way for it.
     """
     recorded_router_logits()[first:] = logits
 
@@ -277,8 +282,8 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
-MOST_GRAPHS = 64  # that torch compiles of the layers of a model; its own limit is 8
-# The longest document of the pack that is running, in torch's words for where a compiled layer reads it
+MAX_GRAPHS = 64  # the most graphs that torch may compile for the layers of a model; torch's own limit is 8
+# torch's name for the place from which a compiled layer reads the length of the longest document of the running pack
 LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
 
 
@@ -286,23 +291,20 @@ LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
 def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
     """Make torch compile layers that read the boundaries of packs, within this context.
 
-    It changes settings of torch, if `is_used`.
+    It changes four settings of torch, if `is_used`.
 
-    Checkpointed layers store on the running pack what they have derived from it. This is a side effect, and torch
-    silently compiles no checkpointed layer with side effects. The first setting declares that the effects need not
-    happen again when a layer is recomputed. Can be removed when this is torch's default.
-    https://github.com/pytorch/pytorch/pull/165775
-
-    With shared prefixes layers also read the length of the longest document from the running pack. torch takes a
-    number that it reads from a global variable for a constant, and would compile again for each pack, until it gives
-    up. The second setting, `dynamic_sources`, lists numbers that are not constants. The user's list stays in it.
-    https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
-
-    torch splits graphs where DDP exchanges gradients, and refuses graphs that have checkpoints. The graph of a layer is
-    small enough, and DDP exchanges gradients between layers. So `optimize_ddp` is off.
-
-    Layers are compiled through a method of `Module`, and torch counts graphs by the code that they are of. So all kinds
-    of layers share one limit, in training and in evaluation, and `recompile_limit` is raised.
+    1. Checkpointed layers store on the running pack what they have derived from it. This is a side effect, and torch
+       silently compiles no checkpointed layer with side effects. `skip_fwd_side_effects_in_bwd_under_checkpoint`
+       declares that the effects need not happen again when a layer is recomputed. Can be removed when this is torch's
+       default. https://github.com/pytorch/pytorch/pull/165775
+    2. With shared prefixes layers also read the length of the longest document from the running pack. torch takes a
+       number that it reads from a global variable for a constant, and would compile again for each pack, until it
+       gives up. `dynamic_sources` lists numbers that are not constants. The user's list stays in it.
+       https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+    3. torch splits graphs where DDP exchanges gradients, and refuses graphs that have checkpoints. The graph of a layer
+       is small enough, and DDP exchanges gradients between layers. So `optimize_ddp` is off.
+    4. torch limits the number of graphs per function. Layers are compiled through one method of `Module`, so all kinds
+       of layers share one limit, in training and in evaluation. So `recompile_limit` is raised.
     """
     if not is_used:
         yield
@@ -310,9 +312,9 @@ def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
     sources = ",".join(filter(None, (torch.compiler.config.dynamic_sources, LONGEST_DOCUMENT)))
     flag = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     skips = torch._dynamo.config.patch({flag: True}) if hasattr(torch._dynamo.config, flag) else nullcontext()
-    changes = torch.compiler.config.patch(dynamic_sources=sources)  # type: ignore[attr-defined]
-    limits = torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=MOST_GRAPHS)
-    with changes, skips, limits:
+    dynamic_numbers = torch.compiler.config.patch(dynamic_sources=sources)  # type: ignore[attr-defined]
+    limits = torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS)
+    with dynamic_numbers, skips, limits:
         yield
 
 
@@ -343,9 +345,12 @@ def undo_compilation(module: nn.Module) -> None:
 
 
 class ProcessWideChange:
-    """A change of the whole process, as a context: its first user makes it, and its last one undoes it.
+    """A context that changes the whole process: the first user that enters makes the change, and the last undoes it.
 
     Several trainers may use it at the same time, also in threads.
+
+    Args:
+        change: returns a context in which the process is changed.
     """
 
     def __init__(self, change: Callable[[], AbstractContextManager[None]]):
@@ -369,27 +374,28 @@ class ProcessWideChange:
 
 @contextmanager
 def _varlen_attention_listed() -> Iterator[None]:
-    """Within this context TRL's selective checkpointing saves what the varlen kernels of torch compute.
+    """Make TRL's selective checkpointing save the outputs of torch's varlen kernels, within this context.
 
-    So they run once, and not again in the backward. TRL saves attention by the names of operators: those of
-    `scaled_dot_product_attention` and of flash-attn. That of packs has another one. TRL reads the names when a trainer
-    is constructed, so its construction is the context. Can be removed when TRL lists it; see dev/upstream.md.
+    So these kernels run once, and not again in the backward. TRL has a list of operators whose outputs are saved, with
+    the operators of `scaled_dot_product_attention` and of flash-attn. The operator that computes attention of packs is
+    not in it. TRL reads the list when a trainer is constructed, so its construction is the context. Can be removed when
+    TRL lists the operator; see dev/upstream.md.
     """
     try:
         selective = importlib.import_module("trl.models.selective_activation_checkpointing")
     except ImportError:  # earlier releases
         yield
         return
-    listed = "_ATEN_ATTENTION_PACKET_NAMES"
-    names = getattr(selective, listed, ())
-    if not names or VARLEN_KERNEL in names:
+    list_name = "_ATEN_ATTENTION_PACKET_NAMES"
+    operators = getattr(selective, list_name, ())
+    if not operators or VARLEN_KERNEL in operators:
         yield
         return
-    setattr(selective, listed, (*names, VARLEN_KERNEL))
+    setattr(selective, list_name, (*operators, VARLEN_KERNEL))
     try:
         yield
     finally:
-        setattr(selective, listed, names)
+        setattr(selective, list_name, operators)
 
 
 saves_varlen_attention = ProcessWideChange(_varlen_attention_listed)
@@ -419,14 +425,15 @@ def require_gathers(world_size: int, device_type: str) -> None:
 def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
     """Register a hook that gathers an LM head before TRL's fused loss reads it, if the head is its own FSDP2 unit.
 
-    For every other head the result is None.
-
     Usually accelerate shards the head together with the last norm, whose forward gathers both. It looks for this norm
-    among the children of the base model, and image-text models and opt have it elsewhere. TRL's loss reads the weights
-    of the head without calling the head, so it gathers them with `full_tensor`. The backward of `full_tensor` does not
-    sum gradients over ranks, so that each rank would train its rows of the head on its own tokens only. Can be removed
-    when TRL passes `grad_placements`.
+    among the children of the base model. Image-text models and opt have the norm elsewhere, and their head is sharded
+    by itself. TRL's loss reads the weights of the head without calling the head, so it gathers them with `full_tensor`.
+    The backward of `full_tensor` does not sum gradients over ranks, so that each rank would train its rows of the head
+    on its own tokens only. Can be removed when TRL passes `grad_placements`.
     https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
+
+    Returns:
+        The handle of the hook; None for every other head.
     """
     head = model.get_output_embeddings()
     below = model.base_model
@@ -444,11 +451,13 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
 def parameters_summed_by_ranks(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters whose gradients transformers sums over ranks in a hook (tensor parallelism)."""
     plan = getattr(model, "tp_plan", None) or {}
-    if (getattr(model, "_tp_size", None) or 1) == 1:
+    num_ranks = getattr(model, "_tp_size", None) or 1
+    # The plan names modules, with * for the number of a layer.
+    modules = [re.escape(name).replace(r"\*", r"\d+") for name, style in plan.items() if style == SUMMED_BY_RANKS]
+    if num_ranks == 1 or not modules:
         return []
-    names = [re.escape(name).replace(r"\*", r"\d+") for name, style in plan.items() if style == SUMMED_BY_RANKS]
-    is_one = re.compile(rf"(?:{'|'.join(names)})\.[^.]+").fullmatch
-    return [p for name, p in model.named_parameters() if names and p.requires_grad and is_one(name)]
+    is_of_modules = re.compile(rf"(?:{'|'.join(modules)})\.[^.]+").fullmatch
+    return [p for name, p in model.named_parameters() if p.requires_grad and is_of_modules(name)]
 
 
 @contextmanager
@@ -461,15 +470,15 @@ def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
     earlier gradient is added afterwards. Can be removed when transformers sums once per optimizer step; see
     dev/upstream.md.
     """
-    before = [parameter.grad for parameter in parameters]
+    earlier_gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        for parameter, earlier in zip(parameters, earlier_gradients, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
 
 
 @contextmanager
@@ -477,8 +486,8 @@ def train_mode_kept(model: nn.Module) -> Iterator[None]:
     """Let `model.train()` do nothing in this context if all modules are in training mode already.
 
     transformers calls it in every micro-batch. It sets an attribute of each module, which takes 7 ms of the host for
-    2,665 modules (32 layers with LoRA), and looking takes 0.5 ms. A model whose `train` may do something else, such as
-    an engine, is left alone. Can be removed when transformers calls `train` once per training.
+    2,665 modules (32 layers with LoRA). To look at all modules takes 0.5 ms. A model whose `train` may do something
+    else, such as an engine, does not change. Can be removed when transformers calls `train` once per training.
     """
     known = (nn.Module.train, PreTrainedModel.train, nn.parallel.DistributedDataParallel.train)
     is_plain = type(model).train in known and "train" not in vars(model)
@@ -493,9 +502,9 @@ def train_mode_kept(model: nn.Module) -> Iterator[None]:
 
 
 def walk_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules of a model; one that is there twice comes twice.
+    """Yield all modules of a model, a module in several places several times.
 
-    For what looks at all modules in every step: `model.modules()` takes 3.0 ms for 2,665 modules, and this 0.5 ms.
+    For code that looks at all modules in every step: it takes 0.5 ms for 2,665 modules, and `model.modules()` 3.0 ms.
     """
     modules: list[nn.Module | None] = [model]
     while modules:
@@ -508,7 +517,7 @@ def walk_modules(model: nn.Module) -> Iterator[nn.Module]:
 def declare_whole_sizes(model: nn.Module) -> None:
     """Set `in_features` and `out_features` of adapters that ranks divide to the sizes of the whole matrix.
 
-    On layers that are divided by their input (`o_proj`, `down_proj`) peft 0.21 gives adapters the size of the part on
+    On layers that are divided by their input (`o_proj`, `down_proj`) peft 0.21 gives adapters the size of the shard on
     this rank. transformers takes it for the size of the whole matrix, and the first forward fails. Can be removed when
     peft sets the whole sizes; see dev/upstream.md.
     """
@@ -524,16 +533,16 @@ def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
     converts the names. When the Trainer resumes, it reads the file without conversion. So it warns of missing keys and
     continues with the initial weights. Can be removed when the Trainer converts names too; see dev/upstream.md.
     """
-    whole = type(model).from_pretrained(checkpoint, dtype=model.dtype)
-    model.load_state_dict(whole.state_dict())
+    converted = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(converted.state_dict())
 
 
 def state_is_exact(dataset: "IterableDataset") -> bool:
     """Return whether `state_dict()` of a stream holds everything that a restart needs.
 
     The state does not hold the contents of shuffle buffers, and after a restart a batched map over Arrow tables may
-    skip a batch. `datasets` has no public function that detects either, so the stream is searched for both. Can be
-    removed when `datasets` saves the buffers.
+    skip a batch. `datasets` has no public function that detects such a stream, so the steps of the stream are searched
+    for both. Can be removed when `datasets` saves the buffers.
     https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
 
     Below `datasets` 5.1 a restart from the state loses rows: in 4.8.4 behind `map`, in 4.8.5 and 5.0 behind `filter`.
@@ -565,28 +574,28 @@ def name_wrapped_layers(plugin: "FullyShardedDataParallelPlugin | None", model: 
     """
     if plugin is None or plugin.transformer_cls_names_to_wrap is not None:
         return
-    listed = set(getattr(model, "_no_split_modules", None) or ())
-    own = listed & {type(module).__name__ for module in model.modules()}
-    if own and own != listed:
-        plugin.transformer_cls_names_to_wrap = sorted(own)
+    listed_classes = set(getattr(model, "_no_split_modules", None) or ())
+    present_classes = listed_classes & {type(module).__name__ for module in model.modules()}
+    if present_classes and present_classes != listed_classes:
+        plugin.transformer_cls_names_to_wrap = sorted(present_classes)
 
 
 @contextmanager
 def whole_model_saved(plugin: "FullyShardedDataParallelPlugin | None") -> Iterator[None]:
     """Make `Trainer.save_model` write the whole weights within this context, even if FSDP's checkpoints are sharded.
 
-    With sharded checkpoints, transformers writes no weights there. Can be removed when `save_model` gathers them.
+    With sharded checkpoints, `save_model` writes no weights. Can be removed when it gathers them.
     https://huggingface.co/docs/transformers/fsdp
     """
     if plugin is None:
         yield
         return
-    before = plugin.state_dict_type
+    type_before = plugin.state_dict_type
     plugin.set_state_dict_type("FULL_STATE_DICT")
     try:
         yield
     finally:
-        plugin.state_dict_type = before
+        plugin.state_dict_type = type_before
 
 
 def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
@@ -609,65 +618,71 @@ def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
 
 
 class ReplacedFunctions:
-    """Functions in the namespaces of modules of another library, which are others between `enter` and `leave`.
+    """Replace functions in modules of another library between `enter` and `leave`.
 
     The mixers of transformers' hybrid models call their convolutions and scans by name in the modeling module, and no
-    interface of transformers reaches these functions (`features/hybrids/`). A namespace belongs to the process: a
-    name is replaced from the first `enter` to the last `leave`, over all models and threads, and then it has what it
-    had before. So what replaces a function must do the same as it for a call in which nothing is to be replaced. Can be
-    removed when transformers passes boundaries to these functions, or lets them be chosen for one model.
+    interface of transformers reaches these functions (`features/hybrids/`). The namespace of a module belongs to the
+    process. So a function is replaced from the first `enter` to the last `leave`, of all models and threads, and a
+    replacement must call the original function wherever it is not needed. Can be removed when transformers passes
+    boundaries to these functions, or lets them be chosen for one model.
 
-    Attributes:
-        places: the namespaces, and a name in each.
+    Args:
+        places: where the functions are, as pairs of the namespace of a module and a name in it.
+        make_replacement: (function, name) -> the function that replaces it.
     """
 
+    # The keys are pairs of the name of a module and a name in it.
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _count: ClassVar[Counter[tuple[str, str]]] = Counter()  # how often each replaced name is entered
-    # What each replaced name was, and what it is
+    _count: ClassVar[Counter[tuple[str, str]]] = Counter()  # the number of `enter` without their `leave`
+    # The original function, and the function that replaces it
     _functions: ClassVar[dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]]] = {}
 
     def __init__(
         self,
         places: Sequence[tuple[dict[str, Any], str]],
-        replacement: Callable[[Callable[..., Any], str], Callable[..., Any]],
+        make_replacement: Callable[[Callable[..., Any], str], Callable[..., Any]],
     ):
-        self.places, self._replacement = places, replacement
+        self.places = places
+        self._make_replacement = make_replacement
 
     def enter(self) -> None:
+        """Replace the functions, unless another object has replaced them already."""
         if not self.places:
             return
         with self._lock:
-            for names, name in self.places:
-                place = names["__name__"], name
-                if self._count[place] == 0:
-                    function = names[name]
-                    names[name] = self._replacement(function, name)
-                    self._functions[place] = function, names[name]
-                self._count[place] += 1
+            for namespace, name in self.places:
+                key = namespace["__name__"], name
+                if self._count[key] == 0:
+                    function = namespace[name]
+                    namespace[name] = self._make_replacement(function, name)
+                    self._functions[key] = function, namespace[name]
+                self._count[key] += 1
 
     def leave(self) -> None:
+        """Put the original functions back, unless another object still needs them replaced."""
         if not self.places:
             return
         with self._lock:
-            for names, name in self.places:
-                place = names["__name__"], name
-                self._count[place] -= 1
-                if self._count[place] > 0:
+            for namespace, name in self.places:
+                key = namespace["__name__"], name
+                self._count[key] -= 1
+                if self._count[key] > 0:
                     continue
-                function, ours = self._functions.pop(place)
-                if names[name] is ours:  # not what someone else has put there since
-                    names[name] = function
+                function, replacement = self._functions.pop(key)
+                if namespace[name] is replacement:  # other code may have set another function since
+                    namespace[name] = function
 
 
 NOTHING_REPLACED = ReplacedFunctions((), lambda function, name: function)
 
 
 def change_checkpoint_functions(layers: list[nn.Module], change: Callable[[Callable[..., Any]], Any]) -> None:
-    """Set the function that checkpoints each layer to what `change` returns for the one that is there.
+    """Replace the function that checkpoints each layer by the function that `change` returns for it.
 
-    transformers and torch's wrapper of FSDP keep it as an attribute, and no hook runs around a recomputation, which
-    must have the boundaries of its first run. The guard of a model makes the change in packed forwards, and undoes it
-    when it is removed (`attention/forwards.py`). Can be removed when a recomputation can be given a context.
+    A layer that is recomputed must have the boundaries of its first forward, and no hook runs around a recomputation.
+    The layers of transformers, and torch's wrapper for FSDP, have the checkpoint function as an attribute. The guard of
+    a model makes the change in packed forwards, and undoes it when it is removed (`attention/forwards.py`). Can be
+    removed when a recomputation can be given a context.
     """
     for layer in layers:
         for name in CHECKPOINT_FUNCTIONS:
@@ -677,15 +692,15 @@ def change_checkpoint_functions(layers: list[nn.Module], change: Callable[[Calla
                 vars(layer)[name] = changed
 
 
-LORA_CAST = "_cast_input_dtype"  # peft's method
+LORA_CAST = "_cast_input_dtype"  # the method of peft's LoRA layers that casts their input
 
 
 def set_lora_cast(layers: list[Any], cast: Callable[..., torch.Tensor] | None) -> None:
-    """Replace the method with which each LoRA layer of peft casts its input; None gives the layers their own back.
+    """Replace the method with which each LoRA layer of peft casts its input; None restores peft's method.
 
-    peft has a switch for it (`cast_input_dtype_enabled`), but the cast must stay outside of packs, so it depends on the
-    call. The hooks in `training/lora_inputs.py` set it when a model is prepared for packs, and give it back when they
-    are removed. Can be removed when peft does not cast under autocast; see dev/upstream.md.
+    peft has a switch for the cast, `cast_input_dtype_enabled`. But outside of packs the cast must stay, so it depends
+    on the call. The hooks in `training/lora_inputs.py` replace the method when a model is prepared for packs, and
+    restore it when they are removed. Can be removed when peft does not cast under autocast; see dev/upstream.md.
     """
     for layer in layers:
         vars(layer).pop(LORA_CAST, None)
@@ -696,9 +711,10 @@ def set_lora_cast(layers: list[Any], cast: Callable[..., torch.Tensor] | None) -
 def replace_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
     """Let the model call `forward(model, ...)` as its forward, from now on.
 
-    TRL replaces it in the same way, so that engines wrap what computes the loss; a hook would run outside of them. It
-    stays, as TRL's does: in calls that TRL's fused head does not make it is the model's own. Can be removed with
-    support for TRL below 1.16, and when TRL's head reads every head; see `training/lm_head.py`.
+    TRL replaces the forward in the same way for its fused LM head. So engines such as FSDP wrap the code that computes
+    the loss, and a hook would run outside of them. The change stays, as TRL's does: for other calls the new forward
+    calls the model's own. Can be removed with support for TRL below 1.16, and when TRL's fused head supports every LM
+    head; see `training/lm_head.py`.
     """
     model.forward = MethodType(forward, model)
 
@@ -706,9 +722,14 @@ def replace_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> None
 def add_capped_head(model: PreTrainedModel, name: str, cap: float, *, mark: str) -> None:
     """Add TRL's fused LM head to a model once more, with the cap of its logits, and mark its forward.
 
-    TRL reads the cap under one `name` in the config, when it adds the head, and some types have another. So the config
-    has this name while the head is added. The head stays, as any of TRL's does, and its `mark` is found again after an
-    engine has wrapped it. Can be removed when TRL knows the other names (`dev/upstream/softcap_names.py`).
+    TRL reads the cap from one field of the config when it adds the head, and some model types have it in another field.
+    So the config has TRL's field while the head is added. The head stays, as TRL's does. Can be removed when TRL knows
+    the other fields (`dev/upstream/softcap_names.py`).
+
+    Args:
+        name: the field of the config that TRL reads.
+        cap: logits become cap * tanh(logit / cap).
+        mark: an attribute that is set on the forward with the head, and is found again after an engine has wrapped it.
     """
     from trl.trainer.utils import add_fused_lm_head  # TRL below 1.16 has none
 
@@ -722,44 +743,44 @@ def add_capped_head(model: PreTrainedModel, name: str, cap: float, *, mark: str)
 
 
 def name_num_experts(config: PreTrainedConfig) -> None:
-    """Give the config of a mixture of experts the name of their number that TRL's fused head reads.
+    """Set `num_experts` on the config of a mixture of experts that has `num_local_experts` only.
 
-    Some types have only another one. It stays, as the config is read in every forward. Can be removed when TRL reads
-    both.
+    TRL's fused head reads `num_experts` in every forward, so it stays. Can be removed when TRL reads both names.
     """
     if not hasattr(config, "num_experts"):
         config.num_experts = config.num_local_experts
 
 
 def set_config_attention(config: Any, name: str) -> None:
-    """Set the attention of one part of a model, by its config.
+    """Set the attention implementation of the modules that have this config.
 
-    `set_attn_implementation` of transformers takes the names of nested configs, and a vision tower may have several
-    parts that share none. `features/images/tower_attention.py` sets it while a model is prepared for packs, and back.
-    Can be removed when transformers sets one module.
+    `set_attn_implementation` of transformers takes the names of nested configs, and some modules of a vision tower have
+    a config without such a name. `features/images/tower_attention.py` sets it when a model is prepared for packs, and sets it
+    back afterwards. Can be removed when transformers sets the attention of one module.
     """
     config._attn_implementation = name
 
 
 @contextmanager
 def callbacks_left_out(handler: Any, kinds: tuple[type[Any], ...]) -> Iterator[None]:
-    """Within this context the handler of a trainer does not call callbacks of these kinds.
+    """Keep the callback handler of a trainer from calling callbacks of these kinds, within this context.
 
-    `pop_callback` and `add_callback` would change their order. Can be removed when `Trainer.log` can leave some out.
+    `pop_callback` and `add_callback` would change the order of callbacks. Can be removed when `Trainer.log` can leave
+    callbacks out.
     """
-    before = handler.callbacks
-    handler.callbacks = [callback for callback in before if not isinstance(callback, kinds)]
+    all_callbacks = handler.callbacks
+    handler.callbacks = [callback for callback in all_callbacks if not isinstance(callback, kinds)]
     try:
         yield
     finally:
-        handler.callbacks = before
+        handler.callbacks = all_callbacks
 
 
 def call_first(handler: Any, callback: Any) -> None:
-    """Add a callback to the handler of a trainer before all others; `Trainer.remove_callback` takes it away.
+    """Add a callback to the handler of a trainer before all others; `Trainer.remove_callback` removes it.
 
-    transformers adds at the end only, and what a callback adds to the log must be there before a tracker gets it. Can
-    be removed when `add_callback` takes a place.
+    transformers adds callbacks at the end only. A callback that adds numbers to the log must run before the callback of
+    a tracker sends the log. Can be removed when `add_callback` has an argument for the position.
     """
     handler.callbacks.insert(0, callback)
 
@@ -767,36 +788,41 @@ def call_first(handler: Any, callback: Any) -> None:
 def keep_from_preparing(loader: Any) -> None:
     """Keep accelerate from dividing a loader between ranks that gives each rank its own batches.
 
-    It did, and 53 of 97 documents were trained on 2 ranks, without an error. A loader is made for one training, so
-    nothing is undone. Can be removed when `prepare_data_loader` of accelerate marks the loaders that it returns.
+    Without this mark accelerate divided the batches once more, and 53 of 97 documents were trained on 2 ranks, without
+    an error. A loader is made for one training, so nothing is undone. Can be removed when `prepare_data_loader` of
+    accelerate marks the loaders that it returns.
     """
     loader._is_accelerate_prepared = True
 
 
 @contextmanager
 def hooks_left_out(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
-    """Within this context the tables of hooks of torch, the first of each pair, do not have those of the second.
+    """Remove some hooks on gradients from torch's tables of hooks, within this context.
 
-    torch calls all hooks on gradients, and has no switch. Afterwards each is in its place again: before what was
-    registered after it. Can be removed when torch can call a backward without them.
+    torch calls all hooks, and has no switch. Afterwards each removed hook is in its place again, before the hooks that
+    were registered after it. Can be removed when torch can run a backward without these hooks.
+
+    Args:
+        tables: pairs of a table of hooks, by key, and the entries that are removed from it.
     """
-    before = [dict(hooks) for hooks, _ in tables]
-    for hooks, left_out in tables:
-        for key in left_out:
+    tables_before = [dict(hooks) for hooks, _ in tables]
+    for hooks, removed in tables:
+        for key in removed:
             del hooks[key]
     try:
         yield
     finally:
-        for (hooks, left_out), all_before in zip(tables, before, strict=True):
-            now = dict(hooks)
+        for (hooks, removed), hooks_before in zip(tables, tables_before, strict=True):
+            # Hooks may have been added or removed within the context, and these changes stay.
+            hooks_now = dict(hooks)
             hooks.clear()
-            hooks.update({key: hook for key, hook in all_before.items() if key in left_out or key in now})
-            hooks.update(now)
+            hooks.update({key: hook for key, hook in hooks_before.items() if key in removed or key in hooks_now})
+            hooks.update(hooks_now)
 
 
 @contextmanager
 def not_logged(logger: logging.Logger) -> Iterator[None]:
-    """Within this context a logger of another library shows nothing of this thread."""
+    """Keep a logger of another library from showing records of this thread, within this context."""
     thread = threading.get_ident()
 
     def is_shown(record: logging.LogRecord) -> bool:

@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ...attention.mixer_support import MIXER_FUNCTIONS, MixerSupport, mixer_function_places
 from ...attention.packed_forward import running_pack
-from ...compat import ReplacedFunctions, kernel_package
+from ...compat import ReplacedFunctions, find_kernel_package
 from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
 
 # By the name of a function in a modeling module, the function that replaces it in packs. The keys are the names in
@@ -75,7 +75,7 @@ class HybridMixers(MixerSupport):
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
         """Return the sorted names for pip of packages with missing kernels; None if no known kernel is used."""
-        kernels = [kernel_package(namespace[name]) for namespace, name in mixer_function_places(model)]
+        kernels = [find_kernel_package(namespace[name]) for namespace, name in mixer_function_places(model)]
         known_kernels = [kernel for kernel in kernels if kernel is not None and kernel[0] in PIP_NAMES]
         if not known_kernels:
             return None

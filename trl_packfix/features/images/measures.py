@@ -21,7 +21,7 @@ from datasets import Dataset, Features, List, Value
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ...compat import masks_images
+from ...compat import can_train_answers_only
 from ...samples.conversation import Conversation, images_of
 from ...samples.make_samples import columns_of_batch
 from ...samples.recipes import Recipe, Row, samples_of_turns, training_template
@@ -205,7 +205,7 @@ def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnR
     Raises:
         ValueError: If the installed versions of TRL and transformers cannot find turns behind images.
     """
-    if not masks_images(collate):
+    if not can_train_answers_only(collate):
         raise ValueError(
             f"`assistant_only_loss=True` was given with images, TRL {trl.__version__} and transformers "
             f"{transformers.__version__}. Versions before TRL 1.10 and transformers 5.18 do not find the assistant's "

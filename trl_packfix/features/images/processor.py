@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ...compat import training_every_token
+from ...compat import train_every_token
 from ...layout import IGNORE_INDEX, TEXT_KEYS, ComparedContent
 from ...samples.conversation import images_of, plain_tokenizer
 
@@ -68,7 +68,7 @@ class RowProcessor:
 
     def without_masks(self) -> "RowProcessor":
         """Return a copy for rows in which every token is trained."""
-        return RowProcessor(training_every_token(self._collate))
+        return RowProcessor(train_every_token(self._collate))
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Make the document of a row.
