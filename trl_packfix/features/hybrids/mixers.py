@@ -1,13 +1,14 @@
-"""Convolutions and scans that start anew in each document of a pack, also where ranks share the pack.
+"""Run the convolutions and scans of hybrid models anew in each document of a pack, also where ranks share the pack.
 
 A mixer is the layer of a hybrid model that mixes tokens without attention: Mamba, gated delta nets, Kimi's delta
 attention, short convolutions. It calls two functions by their names in its modeling module: a short convolution, in
-which each token reads the W - 1 tokens before it, and a scan, which carries a state from token to token. Neither may
-read over the boundary of a document.
+which each token reads the W - 1 tokens before it, and a scan, which carries a state from token to token. In a pack,
+several documents end to end in one row, neither may read over the boundary of a document.
 
 `compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each
-replacement (`support.py`) gives the boundaries of the running `PackedForward` and the original function to a function
-of this module, which calls the original one. So transformers still decides whether a kernel or plain torch computes it.
+replacement (`support.py`) calls a function of this module, which calls the original function on each document. So
+transformers still decides whether a kernel or plain torch computes it. The arguments are `inner`, the original
+function; `running`, the `PackedForward` with the boundaries; and the arguments of the mixer.
 
     convolution  A kernel that takes boundaries (`seq_idx`) gets them. Otherwise, and where ranks share the pack, each
                  document is laid out behind the W - 1 tokens that it may read: zeros, rows of the previous rank, or
@@ -20,7 +21,8 @@ of this module, which calls the original one. So transformers still decides whet
 
 No interface of transformers gives access to these functions. `use_kernel_func_from_hub_with_fallback` fixes its choice
 at import in a closure. `kernelize` replaces functions for the whole life of a model, and by repositories of the Hub
-only. A mixer without a known name is no error here: its module leaks, and the leak probe finds and repairs it.
+only. A mixer that calls functions of other names is no error here: the leak probe finds that its documents change each
+other, and repairs its module.
 
 Words:
 
@@ -50,7 +52,7 @@ from .prefixes import ScanCall, run_levels
 # Arguments by which a mixer may give boundaries to its functions. They are dropped, because the replacements use the
 # boundaries of the running forward.
 MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-AXES_OF_TOKENS = TensorAxes((1,), 0)  # tokens and rows in a tensor (rows, tokens, ...)
+AXES_OF_TOKENS = TensorAxes(tokens=(1,), batch=0)  # of the tensors of a scan: (rows, tokens, ...)
 
 
 def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
@@ -69,14 +71,14 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
     # One exchange per dtype: decays, for instance, are fp32 beside values in bf16.
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         indices = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-        by_head = [tensors[i].transpose(1, 2) for i in indices]
-        first_key = sum(i < num_values for i in indices)
-        all_tokens = exchange.to_heads(by_head[:first_key], by_head[first_key:])
+        heads_first = [tensors[i].transpose(1, 2) for i in indices]  # (1, heads, T / s, ...)
+        num_values_of_dtype = sum(i < num_values for i in indices)
+        all_tokens = exchange.to_heads(heads_first[:num_values_of_dtype], heads_first[num_values_of_dtype:])
         for i, x in zip(indices, all_tokens, strict=True):
             tensors[i] = x.transpose(1, 2)
     parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
     scan = scan._replace(values=tensors[:num_values], keys=tensors[num_values:], parameters=parameters)
-    # 2. The scan runs in the way that separates documents.
+    # 2. Run the scan: level by level where documents share prefixes, else with boundaries, or else on padded batches.
     if running.kv_index is not None:
         out = run_levels(scan, running)
     elif scan.boundaries is not None:
@@ -115,7 +117,7 @@ def _boundary_tensor(running: PackedForward, name: str, num_tokens: int) -> Tens
 def _seq_idx_argument(inner: Callable[..., Any], running: PackedForward, num_tokens: int) -> dict[str, Tensor]:
     """Return the argument `seq_idx` for the function `inner`, by name; {} if `seq_idx` cannot separate the documents.
 
-    It can if `inner` takes the argument, and all rows of a document are on this rank and next to each other.
+    It can if `inner` takes the argument, and if all tokens of each document are on this rank, one after the other.
     """
     has_whole_documents = running.group.is_alone and running.kv_index is None
     if not (has_whole_documents and takes_argument(inner, "seq_idx")):
@@ -123,8 +125,7 @@ def _seq_idx_argument(inner: Callable[..., Any], running: PackedForward, num_tok
     return {"seq_idx": _boundary_tensor(running, "seq_idx", num_tokens)}
 
 
-# ---- The convolution. The first two arguments of every replacement are `inner`, the function that it replaces, and the
-# packed forward that is running.
+# ---- The convolution
 
 
 def convolve_documents(
@@ -139,6 +140,8 @@ def convolve_documents(
     """Run a causal convolution per channel within each document: (1, C, T / s).
 
     Args:
+        inner: the convolution that this function replaces.
+        running: the packed forward that is running.
         states: (1, C, T / s).
         weight: (C, W).
 
@@ -160,7 +163,8 @@ def convolve_documents(
             f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
             'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
         )
-    # Lay out each document behind the tokens that its first tokens read, convolve, and take the rows of this rank.
+    # Lay out each document behind the W - 1 tokens that its first tokens read, convolve, and take the rows of this
+    # rank from the result.
     zeros = rows.new_zeros(1, 1, rows.shape[2])
     halo = exchange_halo(rows, width - 1, running.group)  # the last rows of the previous rank
     source, places = _rows_with_context(running, width, rows.shape[1])
@@ -185,18 +189,21 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     key_bounds = running.cu_seq_lens_k.long()
     first_token = running.group.rank * num_rows
     steps = torch.arange(num_rows, device=bounds.device)
-    tokens = steps + first_token
-    document = torch.bucketize(tokens, bounds[1:], right=True)
+    tokens = steps + first_token  # the rows of this rank, counted in the pack
+    document = torch.bucketize(tokens, bounds[1:], right=True)  # of each row, or its run
+    # W - 1 rows of context come before the first row of this rank, and before each further document on it.
     places = steps + (document - document[:1] + 1) * (width - 1)
     source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
     for distance in range(width):
-        # The token `distance` before each token, counted among the keys of all documents. Where it is before the first
-        # key of the document, the convolution reads zeros.
-        earlier = key_bounds[document + 1] - bounds[document + 1] + tokens - distance
-        is_in_document = earlier >= key_bounds[document]
+        # The token `distance` before each row, as its number among the keys of all documents. Where it is before the
+        # first key of the document, the convolution reads zeros. Without shared prefixes, keys are numbered like rows.
+        rows_to_end = bounds[document + 1] - tokens
+        earlier_key = key_bounds[document + 1] - rows_to_end - distance
+        is_in_document = earlier_key >= key_bounds[document]
+        earlier_row = earlier_key
         if running.kv_index is not None:
-            earlier = running.kv_index[earlier.clamp(min=0)]
-        source[places - distance] = torch.where(is_in_document, earlier - first_token + width, 0)
+            earlier_row = running.kv_index[earlier_key.clamp(min=0)]
+        source[places - distance] = torch.where(is_in_document, earlier_row - first_token + width, 0)
     return source, places
 
 
@@ -224,6 +231,7 @@ def scan_delta(
     options = _without_boundaries(options) | {"initial_state": None, "output_final_state": False}
 
     def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **scan_options: Any) -> Any:
+        """Call `inner` as `ScanCall.call`; so do the functions `call` below."""
         value, g, beta = values
         out = inner(*keys, value, g=g, beta=beta, **options | scan_options)
         return out if scan_options.get("output_final_state") else out[0]
@@ -301,7 +309,8 @@ def scan_channels(
 ) -> Tensor | tuple[Tensor, None]:
     """Run the scan of Mamba-1 within each document: (1, C, T / s), and None for the state if the mixer wants both.
 
-    Each channel is a head. No kernel of Mamba-1 takes boundaries, so documents are rows of batches.
+    For `run_scan` each channel is a head of one dimension, and B and C have one head. No kernel of Mamba-1 takes
+    boundaries, so documents are rows of batches.
 
     Args:
         states: (1, C, T / s).
@@ -331,8 +340,8 @@ def scan_channels(
 def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **options: Any) -> Tensor | None:
     """Run the kernel that computes convolution, scan and output projection; None makes the mixer run them one by one.
 
-    The kernel computes the projection from its weight alone, without an adapter around it. An adapter freezes the
-    weight, so the kernel runs only if the weight is trained.
+    The kernel computes the projection from its weight alone, without an adapter around it. The weight is frozen where
+    there is an adapter, so the kernel runs only if the weight is trained.
     """
     projection_weight = options.get("outproj_weight")
     seq_idx = _seq_idx_argument(inner, running, args[0].shape[1])

@@ -4,8 +4,8 @@
 gated delta net. In such a pack the common beginning of several documents is there once, and each document goes on from
 it with rows of its own, its *run*. The scan of a run must begin with the state after the prefix.
 
-First the rows of the pack are cut into *pieces*, wherever documents part. The pieces form a forest: the parent of a
-piece is the piece that precedes it in its documents.
+First the rows of the pack are cut into *pieces*, wherever documents begin to differ. The pieces form a forest: the
+parent of a piece is the piece before it in its documents.
 
     documents  A B C,  A B D,  A E          pieces  A, B, C, D, E
 
@@ -17,8 +17,9 @@ Then the levels are computed one after the other. The pieces of a level are rows
 leave a state as it is. Each piece begins with the state after its parent. So each row of the pack is computed once, and
 the number of calls grows with the depth of the forest. Gradients run back through the states.
 
-A long conversation with one document per turn makes a deep forest. Beyond `MAX_LEVELS` a level therefore has *paths* of
-several consecutive pieces. The scan runs more than once on pieces that several paths of a level begin with.
+A long conversation with one document per turn makes a deep forest. If it is deeper than `MAX_LEVELS`, a level has
+*paths* of several consecutive pieces instead of pieces. The scan then runs more than once on pieces that several paths
+of a level begin with.
 
 Ranks never share such a pack: a convolution would have to read rows of several other ranks.
 """
@@ -47,7 +48,9 @@ MAX_LEVELS = 8
 
 
 class ScanCall(NamedTuple):
-    """A scan over T tokens in one row: its tensors, and how to call it. Axis 1 of all tensors is tokens, axis 2 heads.
+    """A scan over T tokens in one row: its tensors, and how to call it.
+
+    Axis 1 of `values` and `keys` is tokens, axis 2 heads.
 
     Attributes:
         values: tensors with H heads, (1, T, H) or (1, T, H, D).
@@ -56,8 +59,9 @@ class ScanCall(NamedTuple):
         call: (values, keys, parameters, **options) -> (rows, T, H, D). With the option for final states, it returns a
             pair: this output, and the states after the last token of each row.
         boundaries: the option by which `call` takes boundaries; None if it takes none.
-        states: two options of `call`: the states with which the rows begin (None: zeros), and whether to return the
-            states at the end. None if it has no such options. Zeros in all tensors leave a state as it is.
+        states: the names of two options of `call`: the states with which the rows begin (None: zeros), and whether to
+            return the states at the end. None if `call` has no such options. A token that is zero in all tensors leaves
+            a state as it is.
     """
 
     values: Sequence[Tensor]
@@ -73,7 +77,7 @@ class Piece(NamedTuple):
 
     Attributes:
         start, stop: the rows.
-        parent: the index of the piece that precedes this one in its documents; -1 if documents begin with this one.
+        parent: the index of the piece before this one in its documents; -1 if documents begin with this one.
     """
 
     start: int
@@ -89,9 +93,9 @@ class TreeLevel(NamedTuple):
     """All paths of one level of the forest.
 
     Attributes:
-        batches: per call of the scan the rows of its paths in the pack, (paths, longest path). Padding has the index
-            after the last row of the pack.
-        parents: for each path of the level, in the order of the batches, the index of the path that it goes on from,
+        batches: for each call of the scan the rows of its paths in the pack, (paths, longest path). Padding has the
+            index after the last row of the pack.
+        parents: for each path of the level, in the order of the batches, the index of the path that ends before it,
             counted over all paths of the earlier levels. None at the first level.
     """
 
@@ -102,12 +106,13 @@ class TreeLevel(NamedTuple):
 def pieces_of(running: PackedForward) -> list[Piece]:
     """Return the pieces of a pack in the order of their rows."""
     assert running.kv_index is not None
-    index = running.kv_index.tolist()
-    runs = runs_of(running)
-    # By the first row of each run, the last row of its prefix, or -1 without a prefix
-    last_of_prefix = {
-        run.rows.start: index[run.keys.start + run.num_earlier_keys - 1] if run.num_earlier_keys else -1 for run in runs
-    }
+    row_of_key = running.kv_index.tolist()
+    runs = runs_of(running)  # `run.keys`: the entries of `kv_index` with the rows of its prefix, then its own rows
+    # By the first row of each run, the last row of its prefix; -1 without a prefix
+    last_of_prefix = {}
+    for run in runs:
+        last_key = run.keys.start + run.num_earlier_keys - 1
+        last_of_prefix[run.rows.start] = row_of_key[last_key] if run.num_earlier_keys else -1
     # Pieces begin where runs begin, and behind the last row of each prefix.
     behind_prefixes = {row + 1 for row in last_of_prefix.values() if row >= 0}
     cuts = sorted({*last_of_prefix, *behind_prefixes, runs[-1].rows.stop})
@@ -134,10 +139,10 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
         lengths = [sum(pieces[i].num_rows for i in path) for path in paths]
         batches = []
         parents = []
-        for group in group_by_length(lengths, num_rows):
-            longest = lengths[group[0]]
-            rows = torch.full((len(group), longest), num_rows)
-            for line, path in enumerate(paths[i] for i in group):
+        for batch_paths in group_by_length(lengths, num_rows):  # indices of `paths`, the longest path first
+            longest = lengths[batch_paths[0]]
+            rows = torch.full((len(batch_paths), longest), num_rows)  # filled with the index of padding
+            for line, path in enumerate(paths[i] for i in batch_paths):
                 column = 0
                 for piece in (pieces[i] for i in path):
                     rows[line, column : column + piece.num_rows] = torch.arange(piece.start, piece.stop)
@@ -153,15 +158,15 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
 
 
 def _paths_by_level(pieces: list[Piece]) -> list[list[list[int]]]:
-    """Return the paths of each level, a path as the indices of its pieces.
+    """Return the paths of each level, a path as a list of the indices of its pieces.
 
     A path begins with a piece whose parent is in an earlier level, and ends with a piece that has no child in the
-    level. Paths are single pieces, unless the forest is deeper than `MAX_LEVELS`.
+    level. Every path is one piece, unless the forest is deeper than `MAX_LEVELS`.
 
     >>> _paths_by_level([Piece(0, 5, -1), Piece(5, 9, 0), Piece(9, 12, 0)])
     [[[0]], [[1], [2]]]
     """
-    depths: list[int] = []
+    depths: list[int] = []  # of each piece in the forest; parents come before their children
     for piece in pieces:
         depths.append(0 if piece.parent < 0 else depths[piece.parent] + 1)
     pieces_per_path = -(-(max(depths) + 1) // MAX_LEVELS)
@@ -185,7 +190,7 @@ def run_levels(scan: ScanCall, running: PackedForward) -> Tensor:
     """Run a scan on a pack whose documents share prefixes: (1, T, H, D).
 
     Raises:
-        ValueError: the scan cannot begin with given states.
+        ValueError: the scan cannot begin with the state after a prefix.
     """
     if scan.states is None:
         raise ValueError(
@@ -198,7 +203,7 @@ def run_levels(scan: ScanCall, running: PackedForward) -> Tensor:
     num_values = len(scan.values)
     initial_option, final_option = scan.states
     outs: list[Tensor] = []
-    final_states: list[Tensor] = []  # after all paths so far
+    final_states: list[Tensor] = []  # the states after the paths of each call so far
     for batches, parents in levels:
         initial_states = None if parents is None else torch.cat(final_states).index_select(0, parents)
         first_path = 0

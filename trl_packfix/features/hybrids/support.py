@@ -1,10 +1,10 @@
-"""Support for the mixers of hybrid models: which of their functions are replaced in packs, and what is known of them.
+"""Say which functions of hybrid models are replaced in packs, and what else is known of their mixers.
 
 A *mixer* is a layer that mixes the tokens of a row without attention, by a convolution or a recurrence, as in Mamba. In
-a pack, several documents end to end in one row, it would carry one document into the next.
+a pack, several documents end to end in one row, tokens of one document would change the results of the next document.
 
-The core asks the object `MIXERS` of this module wherever it meets mixers (`attention/mixer_support.py`). The functions
-that replace those of the mixers are in `mixers.py`.
+Other modules find the object `MIXERS` of this module through `attention/mixer_support.py`, whose interface it
+implements. The functions that compute convolutions and recurrences of packs are in `mixers.py`.
 """
 
 import sys
@@ -41,7 +41,7 @@ class HybridMixers(MixerSupport):
     """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
 
     def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
-        """Return the functions of the model's mixers, with their replacements, for the duration of a forward."""
+        """Return the functions of the model's mixers that are replaced while a packed forward runs."""
         return ReplacedFunctions(mixer_function_places(model), _make_replacement)
 
     def config_has_mixers(self, config: PreTrainedConfig) -> bool:
@@ -84,14 +84,14 @@ class HybridMixers(MixerSupport):
 
 MIXERS = HybridMixers()
 
-# By function, its replacement. All models use the same replacement, so that compiled graphs that call it stay valid.
+# By original function, its replacement. All models share them, so that compiled graphs that call them stay valid.
 _replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the cached replacement of `function`.
+    """Return the replacement of `function`, which has this name in `MIXER_REPLACEMENTS`.
 
-    In a pack it applies `function` to each document separately. Elsewhere it calls `function` unchanged.
+    In a pack the replacement applies `function` to each document separately. Elsewhere it calls `function` unchanged.
     """
     if function not in _replacements:
         within_documents = MIXER_REPLACEMENTS[name]

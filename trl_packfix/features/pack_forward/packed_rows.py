@@ -1,9 +1,9 @@
 """Compute padded batches as packs: the rows of a batch run as the documents of one pack, below the head of a model.
 
-`pack_forward` (`trainers.py`) uses this for trainers that do not pack, such as TRL's GRPO and DPO. A padded batch comes
-in through hooks on the backbone, which then runs on a pack. Its states are laid out as the padded batch again, with
-zeros at padding, for the head, the loss and the caller. It is the reverse of `isolation/unpacking.py`. A beginning that
-several rows share is computed once:
+`pack_forward` (`trainers.py`) uses this for trainers that do not pack, such as TRL's GRPO and DPO. Hooks on the
+backbone of the model get a padded batch and run the backbone on a pack: its rows, without padding, one after the other.
+Then they lay the states out as the padded batch again, with zeros at padding, for the head, the loss and the caller.
+A beginning that several rows share is computed once:
 
     input_ids   A B C D .     attention_mask 1 1 1 1 0     cells 0 1 2 3
                 A B C E F                    1 1 1 1 1           5 6 7 8 9
@@ -11,13 +11,13 @@ several rows share is computed once:
     pack        A B C D | C E F     rows 0 1 2 3, 0 1 4 5 6
 
 A *cell* is the place of a token in the flattened batch. A *row of the pack* is one of the T places at which the pack
-has a token. B rows of S tokens are in the batch, padding included, and N tokens without padding.
+has a token. The batch has B rows of S tokens, padding included, and N tokens without padding.
 
-Before packs replace the first batch, `PackedModel` proves them on the model. In addition, the first batch of each kind
-is computed in both ways and compared.
+Before packs replace the first batch, `PackedModel` proves on the model that documents do not change each other. In
+addition, the first batch of each kind is computed in both ways and compared.
 
-The model has its own attention outside of packs. The attention of packs is set while a pack runs, forward and backward,
-because a checkpointed layer looks its attention up again when it is recomputed.
+The model has its own attention outside of packs. The attention of packs is set while a pack runs forward, and again in
+its backward, because a checkpointed layer looks its attention up again when it is recomputed.
 """
 
 import inspect
@@ -54,7 +54,7 @@ ROW_INPUTS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # input
 
 
 class RowsOfBatch(NamedTuple):
-    """A pack of the rows of a padded batch, and where the tokens are in both."""
+    """A pack of the rows of a padded batch, and the places of the tokens in the pack and in the batch."""
 
     pack: dict[str, Any]  # inputs of the model, without labels
     rows: Tensor  # for each token of the batch the row of the pack that holds it, int64, (N,)
@@ -91,7 +91,8 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
     Args:
         input_ids: tokens, (B, S).
         attention_mask: 0 at padding, (B, S).
-        collate: makes the pack; it says which rows each document has. No document may lack the row of its last token.
+        collate: makes the pack, and says which rows of the pack each document has. Every token must have its row, as
+            with `keeps_last_rows`.
 
     Returns:
         The pack, or None if no row has a token, or if a row has padding between tokens, so that its positions are not
@@ -106,8 +107,8 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
     # One transfer from the device for both.
     tokens, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()
     is_token = mask != 0
-    starts = np.diff(is_token, axis=1, prepend=False) & is_token
-    if not is_token.any() or (starts.sum(1) > 1).any():
+    is_start = np.diff(is_token, axis=1, prepend=False) & is_token  # a token behind padding, or the first of its row
+    if not is_token.any() or (is_start.sum(1) > 1).any():
         return None
     documents = [ids[in_row] for ids, in_row in zip(tokens, is_token, strict=True) if in_row.any()]
     pack, _, rows = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
@@ -119,8 +120,8 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
         torch.from_numpy(rows_of_tokens),
         torch.from_numpy(np.flatnonzero(is_token)),
         (is_token.shape[0], is_token.shape[1]),
-        int(is_token.sum(1).max()),
-        bool(starts[:, 1:].any()),
+        longest=int(is_token.sum(1).max()),
+        is_left_padded=bool(is_start[:, 1:].any()),
     )
     return batch.to(input_ids.device)
 
@@ -135,7 +136,7 @@ class PackedTokenCounts:
 
 
 class PackedRows(AroundCalls):
-    """Packs the rows of padded batches below the head of `model`, once `prove` has run.
+    """The hooks that pack the rows of padded batches below the head of `model`, once `prove` has run.
 
     A forward with a cache, without an `attention_mask` (B, S), or with other inputs per token (images, positions,
     embeddings) is unchanged. A model that cannot be packed computes padded rows as before, or raises
@@ -146,7 +147,10 @@ class PackedRows(AroundCalls):
         shares: whether a beginning that rows share is computed once.
 
     Attributes:
-        shares: whether beginnings are shared, as far as the tests until now allow it.
+        modules_given_packs: the modules that get a pack in place of a padded batch.
+        packed_model: the model with the attention and the repairs that packs need.
+        collate: makes the packs.
+        shares: whether beginnings are shared: it was asked for, and no test has found a difference.
         is_proved: whether `prove` has run.
         refusal: why rows stay padded; None if they are packed.
         sharing_refusal: why rows are packed without sharing although sharing was wanted; None if they share.
@@ -198,7 +202,7 @@ class PackedRows(AroundCalls):
         # longest row
         self._compared_kinds: set[tuple[bool, torch.dtype, bool, bool]] = set()
         self._longest_compared = 0
-        self._named_inputs: set[str] = set()  # inputs that keep rows padded, and that a warning has named
+        self._warned_inputs: set[str] = set()  # names of inputs that keep rows padded, of which a warning has told
 
     @property
     def is_active(self) -> bool:
@@ -206,16 +210,20 @@ class PackedRows(AroundCalls):
         return self.is_proved and self.refusal is None and not self._is_paused
 
     def prove(self, wrapped: nn.Module) -> None:
-        """Prove packs, and packs that share beginnings, on the model as it is `wrapped`. All ranks must call it.
+        """Prove that packs, and packs that share beginnings, give the same results as documents alone.
 
-        What fails is not packed, or not shared, with a warning; see `refusal` and `sharing_refusal`.
+        If packs fail, rows stay padded; if only sharing fails, rows are packed whole. A warning then says why; see
+        `refusal` and `sharing_refusal`. All ranks must call it.
+
+        Args:
+            wrapped: the model inside of the wrappers of DDP, FSDP and so on, with which it is trained.
 
         Raises:
             PackingLeakError: packs fail, and `on_leak="raise"`.
         """
         packed = self.packed_model
-        # An engine that shards parameters runs one forward at a time. Batches cannot be compared within its forward, so
-        # this proof decides alone.
+        # An engine that shards parameters cannot run a second forward within a forward. So batches are not compared,
+        # and only this proof decides.
         self._compares = not is_sharded(self.model)
         try:
             report = packed.prove(wrapped)
@@ -243,7 +251,7 @@ class PackedRows(AroundCalls):
     # Refusals
 
     def _refuse_packs(self, reason: str) -> None:
-        """Compute padded rows from now on, with a warning, or raise `PackingLeakError` with `on_leak="raise"`."""
+        """Leave rows padded from now on, with a warning, or raise `PackingLeakError` with `on_leak="raise"`."""
         name = type(self.model).__name__
         if self.packed_model.on_leak == "raise":
             raise PackingLeakError(
@@ -313,8 +321,8 @@ class PackedRows(AroundCalls):
             name for name, value in _inputs_beside_rows(inputs).items() if isinstance(value, Tensor) and value.dim() > 0
         ]
         # There is no warning without gradients, because `generate` gives positions.
-        if torch.is_grad_enabled() and not set(tensor_inputs) <= self._named_inputs:
-            self._named_inputs.update(tensor_inputs)
+        if torch.is_grad_enabled() and not set(tensor_inputs) <= self._warned_inputs:
+            self._warned_inputs.update(tensor_inputs)
             warnings.warn(
                 f"{type(self.model).__name__} got {', '.join(tensor_inputs)}, one value per token or image, and "
                 "computes these rows with padding: a pack would need these values in its own order. Leave them out if "
@@ -331,9 +339,9 @@ class PackedRows(AroundCalls):
             set_attention(self.model, name)
 
     def _attend_in_backward(self, gradient: Tensor) -> None:
-        """Set the attention of packs until the end of the backward, as a hook on the gradient of the pack's states.
+        """Set the attention of packs until the end of the backward.
 
-        The states get their gradient before any layer is recomputed.
+        It is a hook on the gradient of the states of a pack, which exists before any layer is recomputed.
         """
         self._switch_attention(in_pack=True)
         Variable._execution_engine.queue_callback(lambda: self._switch_attention(in_pack=False))
@@ -355,7 +363,8 @@ class PackedRows(AroundCalls):
         kind = (torch.is_grad_enabled(), computing_dtype(self.model), batch.is_left_padded, module.training)
         known_kinds = self._compared_kinds
         longest = self._longest_compared
-        is_longer = batch.longest >= 2 * longest or any(longest <= n < batch.longest for n in self._thresholds)
+        passes_threshold = any(longest <= threshold < batch.longest for threshold in self._thresholds)
+        is_longer = batch.longest >= 2 * longest or passes_threshold
         if kind in known_kinds and not is_longer:
             return batch
         where = "on its first batch"
@@ -376,14 +385,16 @@ class PackedRows(AroundCalls):
         if reason is not None:
             self._refuse_packs(f"{where}, {reason}")
             return None
-        self._compared_kinds |= {kind, (False, *kind[1:])}
+        self._compared_kinds |= {kind, (False, *kind[1:])}  # also the kind without gradients
         self._longest_compared = max(batch.longest, longest)
         return batch
 
     def _describe_difference(
         self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
     ) -> str | None:
-        """Run padded rows and their pack, and say in which values they differ beyond rounding; None if in none.
+        """Run padded rows and their pack, and return in which values they differ beyond rounding, or why they failed.
+
+        The result is None if they differ by rounding only.
 
         Args:
             wants_gradients: whether gradients with respect to embeddings are compared, too.
@@ -443,13 +454,16 @@ class PackedRows(AroundCalls):
 
 
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which a model computes: that of autocast if it is on, else that of the weights."""
+    """Return the dtype in which a model computes: autocast's dtype if autocast is on, else the dtype of the weights."""
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def _largest_gaps(first_values: list[Tensor], second_values: list[Tensor]) -> list[float]:
-    """Return the largest difference of states, and of gradients if both runs have them, relative to the largest."""
+    """Return the largest difference of states, and of gradients if both runs have them.
+
+    Each difference is divided by the largest absolute value of the first run.
+    """
     return [
         largest_distance([first], [second]) / max(first.abs().max().item(), 1e-30)
         for first, second in zip(first_values, second_values, strict=False)

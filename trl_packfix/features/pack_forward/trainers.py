@@ -1,9 +1,10 @@
-"""`pack_forward`: any trainer of TRL computes its padded batches without padding, by hooks on its models.
+"""Define `pack_forward`: any trainer of TRL computes its padded batches without padding, by hooks on its models.
 
 A hook takes the padded rows of a batch below the head of the model, flattens them to one *pack* (a row in which each
 padded row is one document), and puts the states back to the places of the padded rows. The hooks are in
 `packed_rows.py`, one `PackedRows` for each model. This module finds the models of a trainer, refuses settings
-with which packs would differ from padded rows, proves that they do not, and logs what was computed.
+with which packs would differ from padded rows, proves on each model that packs give equal results, and logs how many
+tokens were computed.
 """
 
 import warnings
@@ -36,7 +37,8 @@ from ...training.conflicts import ON_SEVERAL_DEVICES, ChoiceConflicts
 from ...training.progress import proof_status
 from .packed_rows import PackedRows, PackedTokenCounts, computing_dtype
 
-# Keys of the log: the unit, and what is counted. docs/logging.md is written from these texts.
+# For each key of the log, in the order of the fields of `PackedTokenCounts`: the unit, and what is counted.
+# docs/logging.md is written from these texts.
 LOGGED = {
     "packing/rows": ("tokens", "of the padded rows, which would be computed without packs"),
     "packing/tokens": ("tokens", "of these rows, without padding"),
@@ -47,6 +49,7 @@ DATA_PARALLEL = Condition(
     lambda setup: f"`DataParallel` on {setup.args.n_gpu} GPUs in one process" if setup.args.n_gpu > 1 else None,
     SEVERAL_DEVICES.undo,
 )
+# Settings that conflict with `pack_forward`, each with the reason, as the end of a message
 PACKED_ROWS = ChoiceConflicts(
     choice=Condition("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
@@ -78,7 +81,7 @@ class RowPacking:
         self._callback: TrainerCallback | None = None
         if isinstance(trainer_or_model, Trainer):
             self._callback = _LogAndProve(trainer_or_model, self)
-            # It must add its numbers to the log before the callback of a tracker reads the log
+            # First, because it adds numbers to the log that the callback of a tracker reads
             call_first(trainer_or_model.callback_handler, self._callback)
 
     @property
