@@ -1,11 +1,13 @@
-"""What the core knows of features: capabilities in folders `features/NAME/` that the core never imports.
+"""Define what the core knows of features: capabilities in folders `features/NAME/` that the core never imports.
 
-A feature imports the core. The core works without the folder: it finds the package of a feature by its name
-(`find_folder`), or gets the `Feature` of a run from the fields of the config that belong to it (`features_of`), and
-calls its hooks where a run with the feature differs. So a run has one path, and no module asks whether it is on.
+A feature imports the core, all modules outside of `features/`. The core works without the folder: it finds the package
+of a feature by its name (`find_folder`), or gets the `Feature` of a run from the fields of the config that belong to it
+(`features_of`), and calls its hooks where a run with the feature differs. So no module asks whether a feature is on.
 
-A hook gets what a run has without the feature, and returns what it has with it. The hooks of `Feature` itself change
-nothing. This module imports no module of the package, so hooks have few types here; each names its types.
+A hook gets an object that a run has without the feature, and returns the object that it has with the feature. The hooks
+of `Feature` itself change nothing. This module imports no module of the package, so the docstrings name the classes.
+Words: planning puts *units* into *packs*, rows of several documents; a unit is a document, or several that must stay
+together. The *probe* tests a model: documents in a pack must not change each other.
 """
 
 from collections.abc import Mapping
@@ -20,8 +22,8 @@ class FeatureField(NamedTuple):
     """A field of `SFTConfig` that belongs to a feature."""
 
     feature: str  # the name of the folder
-    off: Any  # the value without the feature
-    regrouping: tuple[Any, ...] = ()  # values with which planning has other units than documents
+    off: Any  # the value with which the feature is off
+    regrouping: tuple[Any, ...] = ()  # the values with which planning has other units than documents
 
 
 # The fields of `SFTConfig` that belong to features, by name. A second feature with fields adds its own
@@ -29,7 +31,7 @@ FIELDS = {"share_prefixes": FeatureField("prefixes", off="off", regrouping=("fam
 
 
 class Feature:
-    """A feature with its settings of a run; this class is a run without any.
+    """A feature with the settings of a run. This class itself is a run without any feature.
 
     Shared prefixes and images make a probe. `make_unpacked_class` is for images. The other hooks are for prefixes: what
     images need there is in the objects that read and collate the rows (`training/reading.py`).
@@ -38,12 +40,15 @@ class Feature:
     is_on = False
     has_towers = False  # whether packs have inputs of parts of the model that read no text
     regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
-    packs_text: ClassVar[str] = ""  # begins sentences on packs with the feature: "documents share prefixes"
-    documents_text: ClassVar[str] = ""  # the documents of these packs: "documents that share prefixes"
-    off_text: ClassVar[str] = ""  # what to set to be without it, in backticks
-    copies_text: ClassVar[str] = ""  # names the memory of `copied_bytes`: "copied keys of shared prefixes"
-    copied_bytes: int = 0  # bytes that attention on a device copies at most for the feature
-    settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that say so, with their values
+    # Parts of messages: what packs with the feature are ("documents share prefixes"), which documents they have
+    # ("documents that share prefixes"), the setting that switches the feature off, in backticks, and the memory that
+    # `copied_bytes` counts ("copied keys of shared prefixes")
+    packs_text: ClassVar[str] = ""
+    documents_text: ClassVar[str] = ""
+    off_text: ClassVar[str] = ""
+    copies_text: ClassVar[str] = ""
+    copied_bytes: int = 0  # the most bytes that attention on a device copies for the feature
+    settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that switch it on, with their values
     needs_lookup: bool = False  # whether attention looks up the keys of documents, which only `packfix_varlen` does
 
     @property
@@ -52,10 +57,10 @@ class Feature:
         return self
 
     def refuse_lengths(self, num_documents: int) -> None:
-        """Raise ValueError if the feature needs more than the lengths of documents. Only tokens can be missing."""
+        """Raise ValueError if the feature cannot plan with the lengths of documents alone, and needs their tokens."""
 
     def sort_tokens(self, reader: Any, documents: Any) -> Any:
-        """Return the `TokenOrder` of the `Documents` of a reader, cached with them; None if it is not needed."""
+        """Return the order of the `Documents` of a reader by their tokens (`TokenOrder`), or None if it is not used."""
         return None
 
     def make_units(self, units: T, planner: Any, step_of_documents: Any = None) -> T:
@@ -63,7 +68,7 @@ class Feature:
         return units
 
     def make_collator(self, collator: T, *, keeps_last_rows: bool = False, compare: Any = None) -> T:
-        """Return the collator of packs, from the `PackedDataCollator` of the run.
+        """Return the collator of packs, made from the `PackedDataCollator` of the run.
 
         `keeps_last_rows` gives a row to every token, also to one on whose output no document is trained. `compare`
         returns the content of documents; None compares tokens.
@@ -71,7 +76,7 @@ class Feature:
         return collator
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> "Feature":
-        """Return the feature in packs of an evaluation. Only a feature with plans of its own differs there.
+        """Return the feature in packs of an evaluation. Only a feature that plans packs in another way differs there.
 
         `can_sort` is whether documents can be sorted by tokens: with images, all would be processed. `shares` is
         whether documents may share rows: the model is proved, and the loss can be computed.
@@ -79,7 +84,7 @@ class Feature:
         return self
 
     def make_probe_class(self, probe_class: type[T]) -> type[T]:
-        """Return the class of the probe that packs with the feature are proved with, from that of plain packs."""
+        """Return the class of the probe for packs with the feature, made from the class of the probe of plain packs."""
         return probe_class
 
     def make_unpacked_class(self, unpacked_class: type[T]) -> type[T]:
@@ -87,14 +92,24 @@ class Feature:
         return unpacked_class
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
-        """Raise PackingLeakError, or warn that training goes on without the feature. Others cannot be left out."""
+        """Raise PackingLeakError, or warn that training goes on without the feature, because the model cannot have it.
+
+        Args:
+            reason: why it cannot, as a clause of the message.
+        """
 
     def report_section(self, planner: Any) -> Any:
-        """Return what the feature does in the first epoch, without reading a token; None if it does nothing."""
+        """Return what the report says of the feature in the first epoch; None if the feature does nothing.
+
+        No token is read for it.
+        """
         return None
 
     def estimate(self, planner: Any, reader: Any) -> Any:
-        """Return the same for `trl-packfix plan`, which may read tokens, also for a feature that is off."""
+        """Return the section of the report for `trl-packfix plan`, for which tokens may be read.
+
+        A feature that is off returns what it would do.
+        """
         return self.report_section(planner)
 
 
@@ -102,12 +117,12 @@ PLAIN = Feature()  # a run without features
 
 
 def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Return whether planning has other units by one of the values, given by the names of the fields."""
+    """Return whether planning has other units than documents with one of these values of fields, given by name."""
     return any(value in field.regrouping for name, field in FIELDS.items() for value in changed.get(name, ()))
 
 
 def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
-    """Return the feature of a run whose `settings`, a config or another object, have the fields that belong to it.
+    """Return the feature of a run, from `settings`: a config, or another object that has the fields of features.
 
     It is combined with `plain`, which all packs have because of the rows of the dataset (`training/reading.py`).
 
@@ -140,7 +155,7 @@ def find_folder(name: str) -> ModuleType | None:
 
 
 def require_folder(feature: str, public_name: str) -> None:
-    """Raise ImportError if the folder of a feature is missing, from which a public name is imported."""
+    """Raise ImportError if the folder of a feature is missing that defines the public name `public_name`."""
     if find_folder(feature) is None:
         raise ImportError(
             f"`{public_name}` was imported, and this installation of trl_packfix is without its folder "

@@ -1,4 +1,7 @@
-"""The version, for the package, its checkpoints and the wheel. Between two releases it is that of the next, `.dev0`."""
+"""The version, for the package, its checkpoints and the wheel.
+
+Between two releases it is the version of the next release, with `.dev0`.
+"""
 
 import importlib.metadata
 
@@ -18,7 +21,7 @@ TESTED_VERSIONS = {
 
 
 def libraries_newer_than_tested() -> tuple[str, ...]:
-    """Return "name version is newer than the newest tested version" for each installed library of which that is true.
+    """Return a sentence for each installed library that is newer than the newest version with which it was tested.
 
     Another build of the tested version, such as torch 2.13.0+cpu, is not newer.
     """
