@@ -153,10 +153,10 @@ class PackedForwardGuard(ModelHooks):
         # Each forward loops over `_layers`. So it holds only the modules that transformers can checkpoint: a model with
         # adapters has thousands of modules.
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
-        self._has_wrappers = False
+        self._has_wrappers = False  # whether `_layers` has the wrappers that FSDP puts around layers
         names = {module: name for name, module in self.model.named_modules()}
         layer_names = (names[layer] for layer in self._layers if not isinstance(layer, PreTrainedModel))
-        self._first_layer_name = next(layer_names, "")
+        self._first_layer_name = next(layer_names, "")  # "" is the model itself
         packed_modules = [self.model, *self.modules_given_packs]
         pre_hooks: list[tuple[list[nn.Module], Any]] = [
             (packed_modules, self._enter_forward),
