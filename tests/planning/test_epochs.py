@@ -10,13 +10,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from datasets.fingerprint import Hasher
+from support.packing_settings import CHANGES, START
 from support.planners import make_epochs, rewrite
 from support.runs import trainer
 
@@ -25,9 +26,6 @@ from trl_packfix.data import cache, epochs
 from trl_packfix.data.cache import SUFFIX, cached_documents, cached_token_range, read_arrays, read_or_make, write_arrays
 from trl_packfix.data.documents import DOCUMENT_ARRAYS, DocumentCounts, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.planning.costs import CostModel
-from trl_packfix.planning.packing import Packing
-from trl_packfix.planning.parallel import Speeds
 from trl_packfix.planning.token_order import TokenOrder
 from trl_packfix.samples import row
 from trl_packfix.samples.row import PREPARATION_SOURCE_HASH, HashedMapFunction, hash_sources
@@ -248,26 +246,18 @@ def test_no_damage_is_believed_or_ends_the_start(tmp_path):
 def test_every_setting_has_its_own_file(tmp_path):
     documents = made(tmp_path)
     whole = planner(documents)
-    other = {"strategy": "bfd", "batch_size": 2, "max_length": 256, "accumulation": 1, "world_size": 4, "seed": 1}
-    other |= {"shuffle": False, "balance": "none", "drop_last": True, "synchronisation": "step", "buffer_size": 100}
-    other |= {"cost_model": CostModel(1.0, 2.0), "overlong": "drop", "truncation_mode": "keep_end"}
-    other |= {"share_prefixes": "pack", "tokens_per_rank": 512, "speeds": Speeds(ranks_per_node=4), "degrees": (1,)}
-    other |= {"evens_targets": True}
-    assert set(other) == {field.name for field in fields(Packing)}
-    start = {"strategy": "stream", "batch_size": 4, "max_length": 512, "accumulation": 2, "world_size": 2}
     files = {}
-    for name, value in other.items():
-        changed = make_epochs(documents, **start | {name: value})
+    for name, change in CHANGES.items():
+        changed = make_epochs(documents, **START | {name: change.value})
         files[name] = [changed.cache_file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
-    for name in ("share_prefixes", "degrees"):  # without `tokens_per_rank` there is one degree
+    for name in [name for name, change in CHANGES.items() if change.changes == "nothing"]:
         assert files.pop(name) == [whole.cache_file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
-    assert len(schedules | {whole.cache_file("schedule", 0), whole.cache_file("schedule", 1)}) == len(other)
+    assert len(schedules | {whole.cache_file("schedule", 1)}) == len(files) + 2, "two settings with one schedule"
     groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))
     assert len({run.cache_file("schedule", 0) for run in groups}) == 2
     plans = {name for name, (plan, _) in files.items() if plan != whole.cache_file("plan", 0)}
-    places = {"accumulation", "world_size", "balance", "drop_last", "synchronisation", "cost_model", "evens_targets"}
-    assert plans == other.keys() - places - {"speeds", "degrees", "share_prefixes"}
+    assert plans == {name for name, change in CHANGES.items() if change.changes == "packs"}
 
 
 def test_each_file_of_the_package_is_part_of_the_code(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.launch import PROCESS_SECONDS
+from support.packing_settings import CHANGES
 
 from trl_packfix.planning.exact_fill import StreamPacker
 from trl_packfix.planning.packing import Packing, compare_settings
@@ -251,20 +252,11 @@ def test_the_numbers_of_a_plan_by_hand():
 
 def test_the_settings_that_a_restart_compares():
     """A restart compares with its default a field that is not saved."""
-    of_both = {
-        "max_length": 8,
-        "packing_strategy": "stream",
-        "overlong": "truncate",
-        "truncation_mode": "keep_start",
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "world_size": 1,
-        "tokens_per_rank": None,
-        "buffer_size": 1000,
-    }
-    of_tables = {"seed": 0, "shuffle": True, "dataloader_drop_last": False, "share_prefixes": "off"}
-    assert Packing(max_length=8).settings("stream") == of_both
-    assert Packing(max_length=8).settings("table") == of_both | of_tables
+    packing = Packing(max_length=8)
+    compared = {change.compared_as: change.default for change in CHANGES.values() if change.compared_as}
+    on_streams = {change.compared_as for change in CHANGES.values() if change.on_streams}
+    assert packing.settings("table") == compared
+    assert packing.settings("stream") == {name: compared[name] for name in compared.keys() & on_streams}
     assert compare_settings({}, Packing(max_length=8).settings("table")) == {"max_length": (None, 8)}
 
 
