@@ -59,7 +59,7 @@ def raise_refusal(error: Exception) -> None:
         raise KernelError(
             f"A kernel in Triton ran without a GPU ({error}). transformers uses flash-linear-attention and mamba_ssm "
             "wherever they are installed, also on a CPU. Uninstall `flash-linear-attention` and `mamba_ssm` here (the "
-            "model then runs on torch), or train on a GPU."
+            "model then runs on torch), set `use_liger_kernel=False`, or train on a GPU."
         ) from error
     if KERNEL_REFUSAL.search(str(error)):
         raise KernelError(str(error)) from error
