@@ -755,8 +755,8 @@ def set_config_attention(config: Any, name: str) -> None:
     """Set the attention implementation of the modules that have this config.
 
     `set_attn_implementation` of transformers takes the names of nested configs, and some modules of a vision tower have
-    a config without such a name. `features/images/tower_attention.py` sets it when a model is prepared for packs, and sets it
-    back afterwards. Can be removed when transformers sets the attention of one module.
+    a config without such a name. `features/images/tower_attention.py` sets it when a model is prepared for packs, and
+    sets it back afterwards. Can be removed when transformers sets the attention of one module.
     """
     config._attn_implementation = name
 

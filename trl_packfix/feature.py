@@ -92,24 +92,14 @@ class Feature:
         return unpacked_class
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
-        """Raise PackingLeakError, or warn that training goes on without the feature, because the model cannot have it.
-
-        Args:
-            reason: why it cannot, as a clause of the message.
-        """
+        """Raise PackingLeakError because of `reason`, a clause, or warn that training goes on without the feature."""
 
     def report_section(self, planner: Any) -> Any:
-        """Return what the report says of the feature in the first epoch; None if the feature does nothing.
-
-        No token is read for it.
-        """
+        """Return the report's section on the feature in the first epoch, without reading a token, or None."""
         return None
 
     def estimate(self, planner: Any, reader: Any) -> Any:
-        """Return the section of the report for `trl-packfix plan`, for which tokens may be read.
-
-        A feature that is off returns what it would do.
-        """
+        """Return this section for `trl-packfix plan`, which may read tokens, also for a feature that is off."""
         return self.report_section(planner)
 
 
