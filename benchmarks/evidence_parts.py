@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ import torch
 import trl
 from support import memory
 from support.host_reads import ReadsOfSteps
+from support.liger import liger_played
 from support.models import build_tiny_model
 from support.runs import texts, trainer
 
@@ -75,12 +76,17 @@ def training(machine: Machine, given: Training) -> Rows:
         if machine.smoke:
             contender = contender._replace(batch_size=max(1, contender.batch_size // 4))
         row: Row = {"case": case, "method": case.split(",")[0], "batch_size": contender.batch_size}
-        if contender.settings.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+        uses_liger = contender.settings.get("use_liger_kernel")
+        if uses_liger and not machine.smoke and importlib.util.find_spec("liger_kernel") is None:
             row |= {"optional": True, "reason": "liger-kernel is not installed"}
         else:
             try:
                 machine.tidy()
-                with device_of_kernels(machine) if row["method"] == ON_FLASH else nullcontext():
+                with ExitStack() as stack:
+                    if row["method"] == ON_FLASH:
+                        stack.enter_context(device_of_kernels(machine))
+                    if uses_liger and machine.smoke:
+                        stack.enter_context(liger_played())
                     row |= train(machine, row["method"], contender, config, is_lora, sizes, max_length, given.least)
             except Exception as error:
                 row["reason"] = describe_error(error)

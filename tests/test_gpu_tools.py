@@ -141,4 +141,4 @@ def test_parts_run_on_the_cpu(tmp_path):
     assert "TINY SIZES" in table
     assert "pyarrow" in done.stdout
     trained = {row["case"] for row in rows if row["tokens_per_s"]}
-    assert trained >= {"ours stream", "no checkpointing", "dropout 0.05"}
+    assert trained == {"ours stream", "no checkpointing", "dropout 0.05", "liger", "as NeMo AutoModel"}

@@ -1,21 +1,19 @@
 """Liger's kernels on packs: those that work row by row are accepted and proved.
 
-Without Liger its entry point is played, and changes the model as it does. Where it is installed, `on_liger.py` runs its
-Triton kernels by Triton's interpreter.
+Its entry point is played (`support.liger`). Where it is installed, `on_liger.py` runs its Triton kernels by Triton's
+interpreter.
 """
 
 import importlib.util
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
-import torch
+from support.liger import liger_played
 from support.runs import stock, texts, trainer, weights
 from support.versions import trl_trains
-from transformers.integrations import liger
 
 from trl_packfix import PackingLeakError
 
@@ -23,36 +21,10 @@ SETTINGS = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm
 pytestmark = pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated")
 
 
-class Played:
-    """`_apply_liger_kernel_to_instance`: norms of its own, and by default a forward of the model with its loss."""
-
-    def __init__(self):
-        self.calls = 0
-        self.given = None
-        self.mixes = False
-
-    def apply(self, model, **kernels):
-        self.given = kernels
-        for norm in [each for each in model.modules() if type(each).__name__ == "LlamaRMSNorm"]:
-            norm.forward = types.MethodType(self._norm, norm)
-        if kernels.get("fused_linear_cross_entropy", True):
-            model.forward = lambda *args, **kwargs: pytest.fail("the loss of Liger was called")
-
-    def _norm(self, norm, states):
-        self.calls += 1
-        out = torch.nn.functional.rms_norm(states, states.shape[-1:], norm.weight, norm.variance_epsilon)
-        return out + 0.1 * states.mean(1, keepdim=True) if self.mixes else out
-
-
 @pytest.fixture
-def played(monkeypatch):
-    entry = Played()
-    kernels = types.ModuleType("liger_kernel.transformers")
-    kernels._apply_liger_kernel_to_instance = entry.apply
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", kernels)
-    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
-    return entry
+def played():
+    with liger_played() as entry:
+        yield entry
 
 
 @trl_trains
