@@ -102,7 +102,7 @@ def distances(module: Path) -> dict[Path, int]:
 def nearest_tests(module: Path) -> list[Path]:
     """Return the test files of the smallest two distances, nearest first, those of the module's wing before others."""
     found = distances(module)
-    found = found or dict.fromkeys((TESTS / module.parent.name).glob("test_*.py"), 0)
+    found = found or dict.fromkeys((TESTS / module.parent.relative_to(PACKAGE)).glob("test_*.py"), 0)
     limit = min(found.values()) + 1
     near = [test for test, distance in found.items() if distance <= limit]
     return sorted(near, key=lambda test: (found[test], test.parent.name != module.parent.name, test))
