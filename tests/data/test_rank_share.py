@@ -63,7 +63,7 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
     found = pin_memory(part)[LAYOUT_KEY]
     own = part[LAYOUT_KEY]
-    assert {id(own.following), id(own.trained)} <= {id(tensor) for tensor in pinned}
+    assert {id(own.next_documents), id(own.trained)} <= {id(tensor) for tensor in pinned}
     assert torch.equal(found.trained, own.trained)
     assert found.trained is not own.trained
     assert (found.group, found.checksum) == (own.group, own.checksum)
