@@ -57,6 +57,7 @@ def test_the_table_keeps_the_promise():
     assert all(row.images_reason for row in pictured.values() if row.images not in ("native", "varlen"))
 
 
+@needs("images")
 @gemma3_leaks
 def test_a_silent_leak_is_counted(monkeypatch):
     """Plant a probe that sees no image, and attention that does not raise on the masks of images."""

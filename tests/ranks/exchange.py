@@ -147,10 +147,12 @@ class TokenShift(nn.Module):
 
 
 # By model with images: the fault, and what is proved
-IMAGE_PROOFS = {
+IMAGE_PROOFS: dict[str, list[tuple[str, str]]] = {
     "llava": [("cut_late", "images"), ("features_late", "images"), ("cut_late", "text")],
     "qwen3_vl": [(name, "images") for name in ("positions_of_the_first", "features_of_the_first", "other_images")],
 }
+if "images" not in PRESENT:
+    IMAGE_PROOFS = {}
 
 
 def check_shared(model: Any, max_length: int, degree: int, images: Any) -> Any:

@@ -176,7 +176,8 @@ if OF_HYBRIDS is not None:
     BEHIND_PROOF |= OF_HYBRIDS.BEHIND_PROOF
 stream_unseen = changed(stream_source, "check_same_stream", lambda right, *given: None)
 ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen, stream_unseen)
-ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
+if OF_IMAGES is not None:
+    ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
 ALL["other_texts"] = unseen  # with other texts on a rank: `training.other_texts`
 
 

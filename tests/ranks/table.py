@@ -43,7 +43,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 HYBRIDS = {"delta": "qwen3_5_text", "conv": "lfm2", "scan": "falcon_h1", "mamba": "mamba"}
 HYBRIDS |= {"scan_and_experts": "granitemoehybrid", "scan_alone": "nemotron_h"}
-MIXING = {*HYBRIDS, "mamba2", "kimi_linear", "jamba", "qwen3_next", "qwen3_5"}  # models that need a feature
+MIXING = {*HYBRIDS, "mamba2", "kimi_linear", "jamba", "qwen3_next", "qwen3_5"}
+OF_MODELS = {"hybrids": MIXING, "images": FAMILIES}  # by feature, the models that need it
 
 
 def adapter(**settings: Any) -> LoraConfig:
@@ -177,7 +178,8 @@ class Row:
     @property
     def features(self) -> set[str]:
         """The features that the row combines."""
-        return features_in(self.ours) | ({"hybrids"} if self.model in MIXING else set())
+        by_model = {name for name, models in OF_MODELS.items() if self.model in models}
+        return features_in(self.ours) | by_model
 
     @property
     def is_in_trl(self) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset
 from support import vision
 from support.chats import tokenizer_with
+from support.features import needs
 from support.runs import TOOL, trainer
 from support.versions import scores_tokens
 
@@ -172,6 +173,7 @@ def test_samples_are_the_frozen_ones(case, tmp_path, caplog):
     )
 
 
+@needs("images")
 @pytest.mark.parametrize("rule", RULES)
 def test_samples_of_images_are_the_frozen_ones(rule, tmp_path):
     kinds = [kind for kind in KINDS if kind[0] != "unpacked"]

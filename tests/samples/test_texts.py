@@ -7,6 +7,7 @@ import logging
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from support import vision
+from support.features import needs
 from support.models import build_tokenizer
 from support.runs import TOOL, all_documents, stock, trainer
 
@@ -191,6 +192,7 @@ def test_rows_that_unpacked_trl_drops_are_counted(tmp_path, caplog):
         trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, max_length=16)
 
 
+@needs("images")
 @pytest.mark.parametrize("packing", [True, False])
 def test_placeholders_that_llava_writes_into_texts_are_refused_or_named(packing, tmp_path, caplog):
     def made(family, rows):

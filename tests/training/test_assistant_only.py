@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support import vision
 from support.chats import TEMPLATES, answer, tokenizer_with, user
+from support.features import needs
 from support.models import build_tokenizer
 from support.runs import all_documents, trainer
 
@@ -287,6 +288,7 @@ def joined(labels):
     return "".join(trained_texts({"labels": labels}, CHATML))
 
 
+@needs("images")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_turns_of_rows_with_images(family, tmp_path):
     """Each answer of a conversation is trained, or not, around the placeholders of images; packed and unpacked."""
@@ -309,6 +311,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
     assert every.data.source.documents.trained.sum() > run.data.source.documents.trained.sum()
 
 
+@needs("images")
 @pytest.mark.parametrize("last", [False, True])
 def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
     """With `per_turn` a turn of weight 0, or an earlier one, makes no sample and is context of the others."""
@@ -323,6 +326,7 @@ def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
     assert run.data.turn_counts.without_turn == sum(not texts for texts in expected) == 3
 
 
+@needs("images")
 def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
     """TRL's collator and ours on a template with markers, and ours turn by turn without them, must agree."""
     marked, plain = (vision.build_processor("qwen2_5_vl") for _ in range(2))

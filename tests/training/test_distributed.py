@@ -203,7 +203,7 @@ REFUSED = [
     ("tp", "inputs", None, r"`include_for_metrics=\['inputs'\]` was given.*2 times\. Leave"),
     ("tp", "restart", None, "Resuming is not supported for models sharded at load time"),  # by transformers
 ]
-REFUSED += [("ddp", "other_images", 0, ANOTHER_PACK)] if "prefixes" in PRESENT else []
+REFUSED += [("ddp", "other_images", 0, ANOTHER_PACK)] if {"images", "prefixes"} <= PRESENT else []
 
 
 @pytest.mark.parametrize("engine, name, step, message", REFUSED, ids=[f"{row[0]}-{row[1]}" for row in REFUSED])

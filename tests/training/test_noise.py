@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import vision
 from support.examples import leaking_example
+from support.features import needs
 from support.models import build_tiny_model
 from support.runs import texts, trainer
 from test_objective import OwnLoss, first_step
@@ -50,7 +51,9 @@ def test_alone_a_document_has_it_by_transformers():
     check_amplitude(noise.detach(), 30)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("images") if "family" in CASES[name] else ()) for name in CASES]
+)
 def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
     settings = {"neftune_noise_alpha": ALPHA, "per_device_train_batch_size": 6} | CASES[name]
     if settings.get("model") == LEAKING:

@@ -4,7 +4,6 @@ import numpy as np
 
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.features.images.rows import ImageRows
 from trl_packfix.features.prefixes.tokens import token_order
 
 
@@ -26,16 +25,14 @@ class Tokens(TokenReader):
         return block
 
 
-class Images(ImageRows):
+class Images(Tokens):
     """Rows with images, whose common beginnings end where `ends` says."""
 
-    comparison_reader = None
-
     def __init__(self, rows, ends):
-        self.comparison_reader = Tokens(rows)
+        super().__init__(rows)
         self.ends = ends
 
-    def end_common_before_images(self, row, start, common):
+    def end_common(self, row, start, common):
         return np.minimum(common, self.ends)
 
 
