@@ -67,7 +67,7 @@ def test_a_tower_without_adapters_costs_less(modules, workplace, tmp_path, print
     (planned,) = printed("plan", workplace / "rows.parquet", "--model", workplace / "model", *words)["plans"]
     adapters = {"peft_config": LoraConfig(target_modules=modules)}
     training = made(tmp_path, workplace, ROWS, max_length=80, trainer_kwargs=adapters)
-    trains_tower = any(parameter.requires_grad for parameter in training.data.images.tower.parameters())
+    trains_tower = any(parameter.requires_grad for parameter in training.data.reading.tower.parameters())
     assert trains_tower == (modules == "all-linear")
     training.get_train_dataloader()
     assert planned["images"] == training.packing_report.to_dict()["images"]
