@@ -14,11 +14,13 @@ in a group of size 1, for which no operation here communicates.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Number = TypeVar("Number", Tensor, float)
 
 
 class MadeGroup(NamedTuple):
@@ -76,6 +78,10 @@ class Group:
         """
         assert num_rows % self.size == 0, "the collator pads a pack to a multiple of the degree"
         return slice(self.rank * num_rows // self.size, (self.rank + 1) * num_rows // self.size)
+
+    def count_once(self, value: Number) -> Number:
+        """Return a number that all ranks of the group have on the first of them, and 0 on the others."""
+        return value * self.is_leader
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all ranks of the group, in place, and return the sum. All of these ranks must call it."""

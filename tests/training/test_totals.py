@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from trl_packfix.data.row_values import StreamSources
+from trl_packfix.group import ALONE, Group
 from trl_packfix.layout import Sizes, Targets
 from trl_packfix.training.lm_head import TokenScores
 from trl_packfix.training.totals import (
@@ -145,17 +146,18 @@ def test_sums_are_gathered_over_ranks_once():
     assert totals.training.sums == expected
 
 
-def batch_of_three(is_leader=True):
+def batch_of_three(group=ALONE):
     """Return a micro-batch of documents with 5, 0 and 2 trained tokens, in 30 rows, of which 20 are computed."""
     sizes = Sizes(torch.tensor(25), torch.tensor(20), torch.tensor([15, 0, 10]), torch.tensor([0, 0, 5]))
-    return FetchedBatch(sizes, torch.tensor([5, 0, 2]), 30, torch.tensor(7e9), is_leader)
+    return FetchedBatch(sizes, torch.tensor([5, 0, 2]), 30, torch.tensor(7e9), group)
 
 
 def test_the_first_rank_of_a_group_counts_what_all_know():
     of_pack = {"trained_tokens": 7, "tokens": 25, "documents": 2, "micro_batches": 1, "flops": 7e9}
     of_part = {"computed": 20, "row_tokens": 30, "rows": 1}
-    assert {name: count(batch_of_three()) for name, count in OF_BATCHES.items()} == of_pack | of_part
-    others = {name: count(batch_of_three(is_leader=False)) for name, count in OF_BATCHES.items()}
+    for first in (ALONE, Group(2, 0)):
+        assert {name: count(batch_of_three(first)) for name, count in OF_BATCHES.items()} == of_pack | of_part
+    others = {name: count(batch_of_three(Group(2, 1))) for name, count in OF_BATCHES.items()}
     assert others == dict.fromkeys(of_pack, 0) | of_part
 
 

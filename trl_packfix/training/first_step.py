@@ -312,12 +312,12 @@ class FirstStep:
 
         # First, the factors and the divisor. Ranks that share a pack have equal documents, so only the first of these
         # ranks counts them; the documents of the other ranks have the factor 0
-        counts_documents = packs[0].group.is_leader
+        group = packs[0].group
         weighs_documents = args.document_weighting == "document"
         factors = [0.0] * len(documents)
         rank_divisor = 0.0
         for document in (document for pack in packs for document in pack):
-            weight = counts_documents * float(document.get(WEIGHTS, 1.0))
+            weight = group.count_once(float(document.get(WEIGHTS, 1.0)))
             num_tokens = num_trained(document)
             # The index of this object; an equal document may be there twice
             i = next(i for i, candidate in enumerate(documents) if candidate is document)
@@ -342,9 +342,9 @@ class FirstStep:
                 row_factors = row_losses.new_tensor([factors[i] for i in indices])
                 loss += self._run_backward((row_losses * row_factors).sum() / divisor)
             if trainer.aux_loss_enabled:
-                num_packs = self._sum_over_ranks(counts_documents * len(packs)) / copies
+                num_packs = self._sum_over_ranks(group.count_once(float(len(packs)))) / copies
                 for pack in packs:
-                    router_loss = self._router_loss(pack) * counts_documents
+                    router_loss = group.count_once(self._router_loss(pack))
                     loss += self._run_backward(router_loss * trainer.router_aux_loss_coef / num_packs)
         return _StepGradients(self._sum_over_ranks(loss) / copies, self._gradient_products(is_reduced=False))
 

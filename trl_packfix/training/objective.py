@@ -294,7 +294,7 @@ class Objective(TrainerPart):
             layout = layout_of(batch)
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
             self.count_batch(batch, layout, trained)
-            counts_of_batches.append(trained * layout.group.is_leader)
+            counts_of_batches.append(layout.group.count_once(trained))
         accelerator = self._trainer.accelerator
         if self._trainer.aux_loss_enabled:
             # The router loss is a mean over the statistics of all micro-batches with documents. Their number is the
@@ -387,7 +387,7 @@ class Objective(TrainerPart):
         """
         sizes = layout.sizes(trained)
         flops = self.flops(inputs, sizes)
-        self.totals.add_batch(FetchedBatch(sizes, trained, inputs["labels"].numel(), flops, layout.group.is_leader))
+        self.totals.add_batch(FetchedBatch(sizes, trained, inputs["labels"].numel(), flops, layout.group))
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
         """Return the FLOPs of forward and backward of a batch; 0 if the model's cost is not known."""

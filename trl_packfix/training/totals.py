@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
+from ..group import Group
 from ..layout import Sizes, Targets
 from .lm_head import TokenScores
 
@@ -36,18 +37,14 @@ class FetchedBatch:
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         num_row_tokens: number of tokens on this rank, with padding.
         flops: FLOPs of forward and backward, ().
-        is_leader: whether this rank is the first of its group, which counts the pack for all ranks of the group.
+        group: the ranks that share the pack. What all of them know of it is counted by one.
     """
 
     sizes: Sizes
     trained: Tensor
     num_row_tokens: int
     flops: Tensor
-    is_leader: bool
-
-    def count_once(self, value: Tensor) -> Tensor:
-        """Return a number of the whole pack on the first rank of a group, and 0 on the other ranks."""
-        return value * self.is_leader
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,17 @@ class ScoredBatch:
 
 
 OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
-    "trained_tokens": lambda batch: batch.count_once(batch.trained.sum()),
-    "tokens": lambda batch: batch.count_once(batch.sizes.tokens),  # tokens of documents, without padding
+    "trained_tokens": lambda batch: batch.group.count_once(batch.trained.sum()),
+    "tokens": lambda batch: batch.group.count_once(batch.sizes.tokens),  # tokens of documents, without padding
     # Tokens that the model computes: fewer than `tokens` if prefixes are shared
     "computed": lambda batch: batch.sizes.computed_rows,
     # Tokens with padding. `torch.tensor` would synchronise with the device
     "row_tokens": lambda batch: batch.trained.new_full((), batch.num_row_tokens),
-    "documents": lambda batch: batch.count_once((batch.trained > 0).sum()),
+    "documents": lambda batch: batch.group.count_once((batch.trained > 0).sum()),
     # `micro_batches` counts packs and `rows` counts parts of packs on ranks. Dummies do not count in either
-    "micro_batches": lambda batch: batch.count_once((batch.trained > 0).any()),
+    "micro_batches": lambda batch: batch.group.count_once((batch.trained > 0).any()),
     "rows": lambda batch: (batch.trained > 0).any(),
-    "flops": lambda batch: batch.count_once(batch.flops),
+    "flops": lambda batch: batch.group.count_once(batch.flops),
 }
 """The sums over micro-batches, by name: what each batch adds when it is fetched. They are right for any loss."""
 
