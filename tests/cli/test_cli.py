@@ -134,7 +134,7 @@ REFUSED = {  # words -> the message
     "plan rows.jsonl --tokenizer no/such/model": "`no/such/model` was given. It cannot be loaded",
     "plan a.txt --tokens-per-rank 64 --exchange-speeds {bad": "`exchange_speeds={bad` was given",
     "plan rows.jsonl": "Set `--tokenizer` or `--model`",
-    "plan rows.jsonl a.txt --tokenizer model": "1 files of lengths and 1 datasets",
+    "plan rows.jsonl a.txt --tokenizer model": "1 file with lengths and 1 dataset were given",
     "plan a.txt --world-size 0": "`--world-size 0`",
     "plan a.txt --world-size 1000000000": "at most 1,048,576",
     "plan a.txt --tflops nan": "`--tflops nan` was given",

@@ -321,7 +321,7 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     assert max(map(len, shown.splitlines())) <= 80
     shown = " ".join(shown.split())
     assert "fits with 64 tokens in a micro-batch: LoRA on 1 GPU without checkpointing; full on 1 GPU without" in shown
-    assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown
+    assert "peak with 64 tokens in a micro-batch, on 8 GPUs" in shown
     assert shown.count("fits without gradient checkpointing (0 of 1 GiB): about 1.4 times faster") == 4
     assert "LoRA, DDP on 1 GPU fits without" in shown
     assert shown.count("LoRA, ZeRO-2") == 8

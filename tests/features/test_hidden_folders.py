@@ -15,7 +15,7 @@ from support.launch import PROCESS_SECONDS, ROOT, environment
 
 FEATURES = ("hybrids", "images", "pack_forward", "prefixes")
 REFUSALS = {
-    "hybrids": "Lfm2ForCausalLM has layers that mix tokens by 1 function(s) beside attention (causal_conv1d_fn), and "
+    "hybrids": "Lfm2ForCausalLM has layers that mix tokens by 1 function beside attention (causal_conv1d_fn), and "
     "this installation of trl_packfix is without its folder `features/hybrids`",
     "images": "A dataset with the column `images` was given, and this installation of trl_packfix is without its "
     "folder `features/images`, which packs its rows. Set `packing=False`, or",

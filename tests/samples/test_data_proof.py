@@ -501,9 +501,7 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
         with pytest.raises(ValueError, match="4 .*rows of the eval dataset have `content in parts`"):
             trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
     run = trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
-    said = (
-        "1 of 2 rows of the train dataset have `content` in messages of the role `developer`, which the chat template"
-    )
+    said = "1 of 2 rows of the train dataset has `content` in messages of the role `developer`, which the chat template"
     assert [said in message for message in caplog.messages] == [True]
     assert not run.data.data_report.complete
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..group import Group
+from ..wording import count_of
 
 
 class HeadExchange:
@@ -125,8 +126,8 @@ def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[s
     """
     if num_heads < degree:
         raise ValueError(
-            f"A layer with {num_heads} head(s) got a part of a pack on {degree} ranks. Each rank computes at least "
-            f"one head. Set `tokens_per_rank` so that a document needs at most {num_heads} rank(s)."
+            f"A layer with {count_of(num_heads, 'head')} got a part of a pack on {degree} ranks. Each rank computes at "
+            f"least one head. Set `tokens_per_rank` so that a document needs at most {count_of(num_heads, 'rank')}."
         )
     queries_per_key = num_heads // num_key_heads
     bounds = [num_heads * j // degree for j in range(degree + 1)]
@@ -163,8 +164,8 @@ def exchange_halo(rows: Tensor, width: int, group: Group) -> Tensor:
         return rows.new_zeros(1, width, rows.shape[2])
     if rows.shape[1] < width:
         raise ValueError(
-            f"A part of {rows.shape[1]} token(s) came to a convolution that reads {width} tokens before each. They "
-            "would come from more than one rank. Raise `tokens_per_rank`."
+            f"A part of {count_of(rows.shape[1], 'token')} came to a convolution that reads {width} tokens before "
+            "each. They would come from more than one rank. Raise `tokens_per_rank`."
         )
     num_numbers = width * rows.shape[2]
     send_counts = [0] * group.size

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from ..compat import NOTHING_REPLACED, ReplacedFunctions
 from ..feature import find_folder
+from ..wording import count_of
 
 # Names of functions in modeling modules of transformers, by which mixers mix tokens
 MIXER_FUNCTIONS = (
@@ -50,8 +51,8 @@ class MixerSupport:
         names = sorted({name for _, name in mixer_function_places(model)})
         if names:
             raise ValueError(
-                f"{type(model).__name__} has layers that mix tokens by {len(names)} function(s) beside attention "
-                f"({', '.join(names)}), and this installation of trl_packfix is without its folder "
+                f"{type(model).__name__} has layers that mix tokens by {count_of(len(names), 'function')} beside "
+                f"attention ({', '.join(names)}), and this installation of trl_packfix is without its folder "
                 "`features/hybrids`, which makes these functions start anew in each document. Documents of a pack "
                 "would change each other. Install trl_packfix anew, or set `packing=False`."
             )

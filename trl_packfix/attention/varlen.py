@@ -39,6 +39,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..group import ALONE
+from ..wording import count_of
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
@@ -253,8 +254,8 @@ def varlen_mask(
     num_rows = running.num_rows or 1  # `running.num_rows`: the rows of the batch of a repaired module
     if batch_size != num_rows or q_length != kv_length:
         raise ValueError(
-            f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: a pack is one row "
-            f"without padding or cache, with as many keys as queries. {PACK_REMEDY}"
+            f"a packed forward has {count_of(batch_size, 'row')}, {q_length} queries and {kv_length} keys: a pack is "
+            f"one row without padding or cache, with as many keys as queries. {PACK_REMEDY}"
         )
     # `running.ignores_masks`: a test of the model has found that its masks only repeat the boundaries.
     if has_own_mask and not running.ignores_masks:

@@ -35,6 +35,7 @@ from ..reporting.numbers import MAX_LOST_SHARE
 from ..reporting.report import PackingReport
 from ..training.planner import documents_of
 from ..training.planning_settings import PlanningSettings
+from ..wording import count_of
 from .dry_run import DryRun, planner_for, read_run_with_configs, read_run_without_model
 
 if TYPE_CHECKING:  # these import TRL, which takes seconds, and a plan of lengths needs none of them
@@ -167,7 +168,7 @@ def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tu
     loss = "loses no trained token"
     num_split = report.ledger.split.documents
     if num_split:
-        loss = f"splits {num_split:,} documents, whose later parts do not see the earlier ones"
+        loss = f"splits {count_of(num_split, 'document')}, whose later parts do not see the earlier ones"
     elif pick.lost:
         loss = f"loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {report.num_cut:,}"
     if pick.lost > MAX_LOST_SHARE:
@@ -207,8 +208,7 @@ def _describe_time(forecasts: list[Forecast]) -> str:
     if forecasts[0].time is not None:
         times = []
         for forecast in forecasts:
-            num_ranks = forecast.report.world_size
-            times.append(f"{forecast.time} on {num_ranks:,} {'ranks' if num_ranks > 1 else 'rank'}")
+            times.append(f"{forecast.time} on {count_of(forecast.report.world_size, 'rank')}")
         text = f"An epoch takes {', '.join(times)}"
     widest = forecasts[-1].report
     if widest.world_size > 1:
@@ -353,7 +353,9 @@ def _show_memory(console: Console, predicted: "PredictedMemory", world_sizes: Se
     from . import memory
 
     for gpus in world_sizes:
-        console.print(f"\npeak with {predicted.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
+        console.print(
+            f"\npeak with {predicted.rows[0]['tokens']:,} tokens in a micro-batch, on {count_of(gpus, 'GPU')}"
+        )
         rows = [row for row in predicted.rows if row["gpus"] == gpus]
         cells = {column: [column.cell(column.value(row)) for row in rows] for column in memory.COLUMNS}
         for table in _make_tables(cells, console, keys=memory.KEYS):

@@ -32,6 +32,7 @@ from ..data.model_memory import (
 from ..feature import features_of
 from ..reporting.columns import Column
 from ..training.config import SFTConfig, with_settings
+from ..wording import count_of
 from .configs import RunConfigs
 from .tokens import load_model_config
 
@@ -239,7 +240,7 @@ def _describe_first_without_checkpointing(
     """
     for method, peak in peaks.items():
         total = peak(tokens=tokens, gpus=gpus, checkpointing=False).total
-        start = f"{method.name} on {gpus:,} {'GPUs' if gpus > 1 else 'GPU'} "
+        start = f"{method.name} on {count_of(gpus, 'GPU')} "
         if text := describe_unneeded_checkpointing(total, memory, start=start):
             return [text]
     return []
@@ -258,5 +259,5 @@ def _describe_fewest_gpus(peaks: Mapping[TrainingMethod, Callable[..., PeakMemor
             manner = "with checkpointing" if checkpointing else "without checkpointing"
             if gpus > 1 or method.engine != "DDP":
                 manner = f"with {method.engine} and {manner.removeprefix('with ')}"
-            return f"on {gpus:,} {'GPUs' if gpus > 1 else 'GPU'} {manner}"
+            return f"on {count_of(gpus, 'GPU')} {manner}"
     return f"on no number of GPUs up to {GPU_COUNTS[-1]:,}"

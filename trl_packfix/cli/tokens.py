@@ -32,6 +32,7 @@ from ..samples.make_samples import without_bad_rows
 from ..samples.row import BAD_ROW_COLUMN, HashedMapFunction, PerTurnCounts
 from ..training.config import SFTConfig
 from ..training.preparation import prepare_rows
+from ..wording import count_of
 from .configs import RunConfigs
 from .flags import MODEL_HELP, setting_named
 from .lengths import LengthRows, read_lengths
@@ -71,9 +72,9 @@ def tokenise(
         dataset, turns = prepare_rows(dataset, tokenizer, config)
     elif "input_ids" not in dataset.column_names:
         raise ValueError(
-            f"The dataset of {len(dataset)} rows has the columns {dataset.column_names}, and no tokenizer was "
-            "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
-            "or the folder of the tokenizer that you will train with."
+            f"The dataset of {count_of(len(dataset), 'row')} has the columns {dataset.column_names}, and no tokenizer "
+            "was given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name or "
+            "the folder of the tokenizer that you will train with."
         )
     else:
         check_id_range(dataset)
@@ -115,9 +116,9 @@ def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> Row
         column = next(column for column in IMAGES if column in dataset.column_names)
         cause = "no model was given" if name is None else f"`{name}` has a tokenizer only"
         raise ValueError(
-            f"The dataset of {len(dataset)} rows has the column `{column}`, and {cause}. The number of tokens of an "
-            "image depends on the processor. Set `--model` to the name or the folder of the model with a processor "
-            f"that you will train, or remove the column `{column}` if the text alone is to be trained."
+            f"The dataset of {count_of(len(dataset), 'row')} has the column `{column}`, and {cause}. The number of "
+            "tokens of an image depends on the processor. Set `--model` to the name or the folder of the model with a "
+            f"processor that you will train, or remove the column `{column}` if the text alone is to be trained."
         )
     reader: RowReader = image_support().read_table(dataset, processor, config)
     return reader
@@ -156,10 +157,10 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
         rows = load_part(run, name)
         is_tokenised = "input_ids" in rows.column_names
         needs_processor = has_images(rows) and not is_tokenised
-        rows_text = "rows of tokens" if is_tokenised else "rows"
+        description = " of tokens" if is_tokenised else ""
         if not is_tokenised and model is not None:
-            rows_text = f"rows, which {model} {'processes' if needs_processor else 'tokenises'}"
-        print(f"Read {name}: {len(rows):,} {rows_text}", file=sys.stderr)
+            description = f", which {model} {'processes' if needs_processor else 'tokenises'}"
+        print(f"Read {name}: {count_of(len(rows), 'row')}{description}", file=sys.stderr)
         if needs_processor:
             image_tables.append(rows)
             continue
@@ -172,16 +173,16 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
     num_tables = len(text_tables) + len(image_tables)
     if lengths and num_tables:
         raise ValueError(
-            f"{len(lengths)} files of lengths and {num_tables} datasets were given. A file of lengths "
-            "has no tokens, so they cannot be joined to one table. Give lengths only, or datasets only."
+            f"{count_of(len(lengths), 'file')} with lengths and {count_of(num_tables, 'dataset')} were given. A file "
+            "of lengths has no tokens, so they cannot be joined to one table. Give lengths only, or datasets only."
         )
     if lengths:
         return LengthRows(np.concatenate(lengths))
     if image_tables and text_tables:
         raise ValueError(
-            f"{len(image_tables)} datasets with images and {len(text_tables)} without were given. Rows with images are "
-            "processed when they are read, and rows of text are tokenised before, so they cannot be joined to one "
-            "table. Plan them one by one, or give the rows of text an empty column `images`."
+            f"{count_of(len(image_tables), 'dataset')} with images and {len(text_tables)} without were given. Rows "
+            "with images are processed when they are read, and rows of text are tokenised before, so they cannot be "
+            "joined to one table. Plan them one by one, or give the rows of text an empty column `images`."
         )
     if image_tables:
         return measure_images(concatenate_tables(image_tables), model, config)
@@ -205,9 +206,9 @@ def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:
     with_images = sum(map(has_images, parts))
     if 0 < with_images < len(parts):
         raise ValueError(
-            f"{len(parts)} datasets were given, and {with_images} of them have images. Rows of text are tokenised, and "
-            "rows with images keep their images, so one folder cannot hold both. Prepare them one by one, or give the "
-            "rows of text an empty column `images`."
+            f"{len(parts)} datasets were given, and {with_images} of them {'has' if with_images == 1 else 'have'} "
+            "images. Rows of text are tokenised, and rows with images keep their images, so one folder cannot hold "
+            "both. Prepare them one by one, or give the rows of text an empty column `images`."
         )
     return parts, bool(with_images)
 

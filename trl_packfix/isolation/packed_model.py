@@ -31,6 +31,7 @@ from ..attention.tower_support import TowerSupport, tower_support
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from ..feature import PLAIN, Feature
+from ..wording import count_of
 from .check_isolation import check_packs
 from .isolation_report import IsolationReport, PackingLeakError
 from .probe import Probe
@@ -475,7 +476,7 @@ class PackedModel:
             return
         num = batch["cu_seq_lens_q"].numel() - 1
         raise ValueError(
-            f"A pack of {num} document{'s' if num > 1 else ''} came to {type(base_model(self.model)).__name__} "
+            f"A pack of {count_of(num, 'document')} came to {type(base_model(self.model)).__name__} "
             f"outside of training and evaluation: there it has its own attention ({self.attention.previous}), which "
             "may ignore document boundaries. Use `trainer.evaluate()`, or `with trainer.packed_model.attending():`."
         )

@@ -367,7 +367,7 @@ class _Proof:
         )
         all_begin_with_bos = self.num_with_bos > 0 and self.num_with_bos == self.num_rendered
         yield from self._finding(
-            "are texts that begin with BOS",
+            "have texts that begin with BOS",
             None if all_begin_with_bos else self._kinds(BEGINS_WITH_BOS),
             cause="The tokenizer adds BOS, too, so these documents begin with two.",
             remedy="Remove it from the texts, or give the messages themselves.",

@@ -8,6 +8,8 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
+from ..wording import count_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -16,7 +18,7 @@ class Finding:
     """One way in which the tokens of some rows differ from what the rows contain.
 
     Attributes:
-        what: The finding as a predicate whose subject is "rows", for example "have ...".
+        what: The finding as a predicate whose subject is "rows". It begins with "have ".
         num_rows: Number of rows with this finding.
         rows: Indices of the first rows with this finding.
         cause: Why the tokens differ, as a sentence; may be empty.
@@ -32,6 +34,11 @@ class Finding:
     remedy: str = ""
     example: str = ""
     severity: Literal["error", "warning", "mended", "note"] = "warning"
+
+    @property
+    def predicate(self) -> str:
+        """The finding as a predicate of its number of rows: "have ...", or "has ..." of one row."""
+        return f"has {self.what.removeprefix('have ')}" if self.num_rows == 1 else self.what
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,9 @@ class DataReport:
         >>> DataReport("train", 1200, num_kinds=3, num_rendered=1, findings=(Finding("have images", 1, (7,)),)).line()
         '1,200 rows (3 kinds of texts, 1 row rendered); 1 row has images'
         """
-        rows = f"{'the first ' if self.of_stream else ''}{_count_rows(self.num_rows)}"
-        counts = f"{self.num_kinds:,} kinds of texts, {_count_rows(self.num_rendered)} rendered"
-        counts += f"; {self.num_untried:,} kinds not tried" if self.num_untried else ""
+        rows = f"{'the first ' if self.of_stream else ''}{count_of(self.num_rows, 'row')}"
+        counts = f"{count_of(self.num_kinds, 'kind')} of texts, {count_of(self.num_rendered, 'row')} rendered"
+        counts += f"; {count_of(self.num_untried, 'kind')} not tried" if self.num_untried else ""
         is_proved = self.complete and self.num_rendered and self.num_untried < self.num_kinds
         text = f"every text of {rows} is in the tokens once ({counts})" if is_proved else f"{rows} ({counts})"
         text = text if self.num_kinds else f"{rows} of plain text"
@@ -108,7 +115,7 @@ class DataReport:
         count = f"{finding.num_rows:,} of {'the first ' if self.of_stream else ''}{self.num_rows:,} rows"
         first = f" (the first are {[*finding.rows]})" if finding.num_rows < self.num_rows else ""
         example = f", for example {finding.example!r}" if finding.example else ""
-        finding_text = f"{count} of the {self.name} dataset {finding.what}{example}{first}."
+        finding_text = f"{count} of the {self.name} dataset {finding.predicate}{example}{first}."
         return " ".join(sentence for sentence in (finding_text, finding.cause, finding.remedy) if sentence)
 
     def __str__(self) -> str:
@@ -133,12 +140,4 @@ class DataReport:
 
 def _clause(finding: Finding) -> str:
     """Return the number of rows and the predicate of a finding, for example "2 rows have ..." or "1 row has ..."."""
-    predicate = finding.what
-    if finding.num_rows == 1 and predicate.startswith("have "):
-        predicate = "has " + predicate.removeprefix("have ")
-    return f"{_count_rows(finding.num_rows)} {predicate}"
-
-
-def _count_rows(num: int) -> str:
-    """Return a number of rows in words, such as "1 row" or "1,200 rows"."""
-    return "1 row" if num == 1 else f"{num:,} rows"
+    return f"{count_of(finding.num_rows, 'row')} {finding.predicate}"

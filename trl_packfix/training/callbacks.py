@@ -40,6 +40,7 @@ from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
 from ..reporting.page import STATE_FILE
 from ..reporting.report import PackingReport, metrics
+from ..wording import count_of
 from .choices import RunSettings
 from .compiled_layers import describe_compilation, layers_uncompiled
 from .conflicts import experimental_choices, refuse_conflicts
@@ -319,7 +320,7 @@ class CheckAdapterGradients(TrainerCallback):
         refused -= {re.sub(r"\d+", "*", name) for name, is_trained in has_gradient.items() if is_trained}
         if refused:
             name = min(refused)
-            named = f"`{name}`" + (f" (and of {len(refused) - 1} other(s))" if len(refused) > 1 else "")
+            named = f"`{name}`" + (f" (and of {count_of(len(refused) - 1, 'other')})" if len(refused) > 1 else "")
             alternative = "" if args.packing else ", or train with `packing=True`, where Mamba-2 calls it"
             raise ValueError(
                 f"No adapter of {named} got a gradient in the first optimizer step, though the modules around "

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention.models import backbone, base_model
 from ..compat import look_up_backend, undo_compilation
+from ..wording import count_of
 from .trainer_view import TrainerView
 
 
@@ -145,7 +146,7 @@ class CompileLayers(TrainerCallback):
         """Print how many layers torch compiled, and write the line into the report."""
         trainer = self._trainer
         num_layers = len(self._layers)
-        text = f"{num_compiled} of {num_layers} layers compiled, {num_graphs} graph{'' if num_graphs == 1 else 's'}"
+        text = f"{num_compiled} of {num_layers} layers compiled, {count_of(num_graphs, 'graph')}"
         trainer.accelerator.print(f"torch_compile: {text}")
         assert trainer.packing_report is not None  # made with the training loader
         trainer.packing_report = replace(trainer.packing_report, compiled=text)

@@ -119,9 +119,9 @@ def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_pa
 NOT_POSSIBLE = {  # words -> the message
     "plan rows.parquet": "has the column `images`, and no model was given",
     "plan rows.parquet --tokenizer tokenizer": "has the column `images`, and `tokenizer` has a tokenizer only",
-    "show rows.parquet text.jsonl --model model": "1 datasets with images and 1 without were given",
-    "plan rows.parquet lengths.txt --model model": "1 files of lengths and 1 datasets were given",
-    "prepare rows.parquet text.jsonl --model model --output both": "2 datasets were given, and 1 of them have images",
+    "show rows.parquet text.jsonl --model model": "1 dataset with images and 1 without were given",
+    "plan rows.parquet lengths.txt --model model": "1 file with lengths and 1 dataset were given",
+    "prepare rows.parquet text.jsonl --model model --output both": "2 datasets were given, and 1 of them has images",
     "plan rows.parquet --model model --strategy wrapped": "also inside an image",
 }
 
