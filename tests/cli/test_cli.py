@@ -166,7 +166,10 @@ REFUSED = {  # words -> the message
     "plan a.txt --batchsize 4": "(did you mean `batch-size`?)",
     "check no/such/model": "`check no/such/model` was given",
     "check model --max-lenght 8": "was given, as a flag or in the config file (did you mean `max_length`?)",
-    "recipes qwen3-8b-lorra": "did you mean `qwen3-8b-lora`?",
+    "recipes qwen3-8b-lorra": "\nqwen3-8b-lora ",
+    "recipes qwen lora": "\nqwen2.5-vl-3b-lora ",
+    "recipes gemma-4-26B": "\ngemma-4-e4b-lora ",
+    "recipes bert": "one that `trl-packfix recipes` lists",
     "show": "`show` was given without DATA",
     "show x.jsonl --packs 0": "Set it to 1 or more",
     "show x.jsonl --world-size 0": "Set it to 1 or more",
@@ -198,6 +201,14 @@ def test_what_cannot_be_done_is_exit_code_2(words, workplace, monkeypatch, capsy
         main(["recipes", "model", "--no-such-flag"])  # a command that takes no flags of a run
     assert ended.value.code == 2
     assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, similar", [("pln x", "plan"), ("plan x --strategy strem", "stream"), ("pl", "plan")])
+def test_an_unknown_command_or_choice_gets_a_near_one(words, similar, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert f"(did you mean `{similar}`?)" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .flags import HelpFormatter, did_you_mean
+from .flags import CommandParser, HelpFormatter, did_you_mean
 from .torch_environment import set_torch_environment
 
 COMMANDS = ("plan", "show", "prepare", "check", "train", "report", "recipes", "env")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Write escapes for characters that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="trl-packfix", description="Packing that is right, proved and balanced.", formatter_class=HelpFormatter
     )
     # The launcher of DeepSpeed adds this flag before the command.

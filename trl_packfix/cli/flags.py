@@ -82,6 +82,17 @@ class HelpFormatter(argparse.HelpFormatter):
         return text
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose message about an unknown command or choice suggests a similar one."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = action.choices
+        if choices is not None and value not in choices:
+            names = [str(choice) for choice in choices]
+            suggestion = did_you_mean([str(value)], names, cutoff=0.6)
+            raise argparse.ArgumentError(action, f"there is no {value!r}{suggestion}. Choose from {', '.join(names)}")
+
+
 def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, **texts: Any) -> argparse.ArgumentParser:
     """Add a command that takes the flags of a run beside its own, and return its parser.
 
@@ -109,14 +120,17 @@ def add_world_size(parser: argparse.ArgumentParser, **settings: Any) -> None:
     parser.add_argument("--world-size", "--gpus", type=int, metavar="RANKS", help=text, **settings)
 
 
-def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
+def did_you_mean(names: Iterable[str], known: Iterable[str], cutoff: float = 0.75) -> str:
     """Return a text for a message that suggests known names similar to `names`; "" if there are none.
+
+    Args:
+        cutoff: the similarity from which a name is suggested, from 0 (any name) to 1 (an equal name).
 
     >>> did_you_mean(["--learning_rat", "--x"], ["--learning_rate", "--seed"])
     ' (did you mean `--learning_rate`?)'
     """
     known = list(known)
-    similar = dict.fromkeys(match for name in names for match in get_close_matches(name, known, n=1, cutoff=0.75))
+    similar = dict.fromkeys(match for name in names for match in get_close_matches(name, known, n=1, cutoff=cutoff))
     return f" (did you mean {', '.join(f'`{name}`' for name in similar)}?)" if similar else ""
 
 

@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
 
-from .flags import HelpFormatter, Subparsers, did_you_mean
+from .flags import HelpFormatter, Subparsers
 
 FOLDER = Path(__file__).with_name("recipe_files")
 
@@ -17,25 +20,32 @@ def add_parser(subparsers: Subparsers) -> None:
         "recipes",
         help="list the config files that come with the package, or print one",
         description="Without a name: what there is. With a name: print this file, for `trl-packfix train --config`. "
-        "None of them was run on a GPU yet. Exit code 2: there is no recipe of this name.",
+        "None of them was run on a GPU yet. Exit code 2: there is no recipe of this name; recipes like it are listed.",
         formatter_class=HelpFormatter,
         epilog="examples: trl-packfix recipes, trl-packfix recipes qwen3-8b-lora > my.yaml",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print")
+    parser.add_argument("words", nargs="*", metavar="NAME", help="the recipe to print, or words to find it by")
     parser.add_argument("--json", action="store_true", help="print titles, or the settings of the recipe, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list of recipes, or one recipe. Return 0."""
+    name = " ".join(args.words)
     if args.json:
-        result = recipe_titles() if args.name is None else yaml.safe_load(read_recipe(args.name))
+        result = yaml.safe_load(read_recipe(name)) if name else recipe_titles()
         print(json.dumps(result, indent=2))
-    elif args.name is None:
-        width = max(map(len, recipe_names()))
-        print(*(f"{name:<{width}}  {title}" for name, title in recipe_titles().items()), sep="\n")
+    elif name:
+        print(read_recipe(name), end="")
     else:
-        print(read_recipe(args.name), end="")
+        print(list_recipes(recipe_names()))
     return 0
+
+
+def list_recipes(names: Iterable[str]) -> str:
+    """Return a line for each recipe, with its name and its title."""
+    titles = recipe_titles()
+    width = max(map(len, titles))
+    return "\n".join(f"{name:<{width}}  {titles[name]}" for name in names)
 
 
 def recipe_names() -> list[str]:
@@ -45,14 +55,34 @@ def recipe_names() -> list[str]:
 
 def recipe_titles() -> dict[str, str]:
     """Return by name the title of each recipe: the comment in its first line."""
-    return {name: read_recipe(name).splitlines()[0].removeprefix("# ") for name in recipe_names()}
+    return {name: _read_file(name).splitlines()[0].removeprefix("# ") for name in recipe_names()}
+
+
+def similar_recipes(text: str) -> list[str]:
+    """Return the names of the recipes in whose name, title or model is each word of a text, or a word like it.
+
+    >>> similar_recipes("lama 8b")
+    ['llama-3.1-8b-lora']
+    """
+    words = re.findall(r"[\w.]+", text.lower())
+    names = []
+    for name, title in recipe_titles().items():
+        model = yaml.safe_load(_read_file(name)).get("model_name_or_path", "")
+        known = re.findall(r"[\w.]+", f"{name} {title} {model}".lower())
+        if all(any(word in part for part in known) or get_close_matches(word, known, cutoff=0.8) for word in words):
+            names.append(name)
+    return names
 
 
 def read_recipe(name: str) -> str:
-    """Return the text of a recipe; raise ValueError if there is no recipe of this name."""
+    """Return the text of a recipe; raise ValueError with the recipes like it if there is none of this name."""
     if name not in recipe_names():
-        raise ValueError(
-            f"`recipes {name}` was given. There is no recipe of this name{did_you_mean([name], recipe_names())}. "
-            "Set it to one that `trl-packfix recipes` lists."
-        )
+        names = similar_recipes(name)
+        advice = f"Set one of these:\n{list_recipes(names)}" if names else "Set one that `trl-packfix recipes` lists."
+        raise ValueError(f"`recipes {name}` was given. There is no recipe of this name. {advice}")
+    return _read_file(name)
+
+
+def _read_file(name: str) -> str:
+    """Return the text of the file of a recipe."""
     return (FOLDER / f"{name}.yaml").read_text()
