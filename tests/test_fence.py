@@ -91,8 +91,8 @@ REVIEWED = {
         cli/__init__.py args.more_flags
         cli/configs.py os.environ['ACCELERATE_DEEPSPEED_CONFIG_FILE']
         cli/configs.py os.environ['ACCELERATE_USE_DEEPSPEED']
-        cli/configs.py run.mixture.datasets
-        cli/configs.py run.script.dataset_name
+        cli/configs.py configs.mixture.datasets
+        cli/configs.py configs.script.dataset_name
         cli/torch_environment.py os.environ.setdefault
         cli/torch_environment.py os.environ['CUDA_VISIBLE_DEVICES']
         cli/torch_environment.py os.environ['PYTORCH_ALLOC_CONF']

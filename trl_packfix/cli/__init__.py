@@ -1,7 +1,8 @@
 """The command line: `trl-packfix COMMAND`, also `python -m trl_packfix COMMAND`.
 
-Each command is a module of this folder with `add_parser(subparsers)` and `run(args) -> int`, which returns the exit
-code. A command imports heavy libraries only when it runs, so that `--help` is fast.
+Each command is a module of this folder with two functions: `add_parser(subparsers)`, and one that runs the command and
+returns its exit code, which `add_parser` puts into the parsed arguments as `run_command`. A command imports heavy
+libraries only when it runs, so that `--help` is fast.
 """
 
 import argparse
@@ -35,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The launcher of DeepSpeed adds this flag before the command.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
-    for module in modules.values():
-        module.add_parser(subparsers)
+    for name in COMMANDS:
+        import_module(f".{name}", __package__).add_parser(subparsers)
     args, more_flags = parser.parse_known_args(argv)
     # The flags of a run are parsed later: their names are known only when the config classes are imported.
     args.more_flags = more_flags
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "train":
         set_torch_environment()
     try:
-        code: int = modules[args.command].run(args)
+        code: int = args.run_command(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -17,10 +17,11 @@ EXAMPLES = """\
   trl-packfix check Qwen/Qwen3-0.6B --dataset chats.jsonl \\
       --assistant-only-loss
 
-Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bfloat16 on CUDA, else float32),
-`attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code` decide. The line `attention` names
-the tested attention: that of `--attn_implementation`, or without this flag the one that training would choose. Exit
-code 0 if packed training with it is correct, repaired or not; 1 if it is not; 2 if the model could not be tested.
+The flags that matter are `max_length` (the longest document of the run; 1,024 by default), `dtype` (by default bfloat16
+on CUDA, else float32), `attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code`. The line
+`attention` names the tested attention: that of `--attn_implementation`, or without this flag the one that training
+would choose. Exit code 0 if packed training with it is correct, repaired or not; 1 if it is not; 2 if the model could
+not be tested.
 
 The verdict is one of isolated (documents in packs do not influence each other), repaired (they do not, after a repair),
 unpacked (documents train as padded rows), leaks (they influence each other), wrong (a document differs from itself
@@ -53,16 +54,18 @@ def add_parser(subparsers: Subparsers) -> None:
         help="test these data instead: files, folders or names on the hub, with the tokenizer of MODEL",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run_command=run_check)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_check(args: argparse.Namespace) -> int:
     """Check the model and print the result. Return 0 if training on packs is correct, else 1."""
     from ..reporting.report import show_lines
     from .check_model import check_model
     from .configs import read_run
 
     configs = read_run(args)
-    names = configs.words or [name for name in [configs.model.model_name_or_path] if name]
+    # The words without a flag are models here, and datasets in other commands
+    names = configs.positionals or [name for name in [configs.model.model_name_or_path] if name]
     if len(names) != 1:
         raise ValueError(
             f"`check` was given with {len(names)} models. It tests one. Give its name on the hub or its folder, or set "
@@ -71,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dataset:
         return _check_data(configs, names[0], args.dataset, as_json=args.json)
     assert configs.training.max_length is not None  # `SFTConfig` refuses packing without it
-    is_enforced_given = "enforce_flash_attention" in configs.given
-    enforced = configs.training.enforce_flash_attention if is_enforced_given else None
-    is_dtype_given = "dtype" in configs.given and configs.model.dtype != "auto"
+    # `check_model` has defaults of its own for these two settings, which the defaults of training must not replace
+    enforced = configs.training.enforce_flash_attention if "enforce_flash_attention" in configs.names_set else None
+    dtype = configs.model.dtype if "dtype" in configs.names_set else None
     result = check_model(
         names[0],
         args.config_only,
         configs.training.max_length,
-        dtype=configs.model.dtype if is_dtype_given else None,
+        dtype=None if dtype == "auto" else dtype,
         attn_implementation=configs.model.attn_implementation,
         enforce_flash_attention=enforced,
         on_leak=configs.training.on_leak,
@@ -91,12 +94,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.in_training.passed else 1
 
 
-def _check_data(run: "RunConfigs", model: str, datasets: list[str], *, as_json: bool) -> int:
-    from .data import check_parts
+def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_json: bool) -> int:
+    """Test these datasets in place of those of the config file, and print a report of each. Return the exit code."""
+    from .omissions import report_tables
 
-    run.script.dataset_name = datasets
-    run.mixture.datasets = []
-    reports = list(check_parts(run._replace(words=datasets), model))
+    configs.script.dataset_name = datasets
+    configs.mixture.datasets = []
+    reports = list(report_tables(configs, model))
     if as_json:
         print(json.dumps([asdict(report) | {"complete": report.complete} for report in reports], indent=2))
     else:

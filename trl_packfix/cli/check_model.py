@@ -40,8 +40,8 @@ class CheckResult:
         architecture: the class of the model.
         attention: the attention implementation of packs.
         reason: why it was chosen.
-        attention_of_training: the attention that training with the same flags would choose, if another was asked for;
-            else None.
+        attention_of_training: the attention that training with the same flags would choose, if it is another than the
+            tested attention; else None.
         as_it_is: the report of the probe on the model with this attention.
         in_training: the report on what training runs: `as_it_is`, or a report after what `on_leak` did.
         is_unpacked: whether training runs padded rows in place of packs.
@@ -150,7 +150,7 @@ def check_model(
     Raises:
         ValueError: the model cannot be loaded.
     """
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     default_dtype = "bfloat16" if device.type == "cuda" else "float32"
     torch_dtype = getattr(torch, dtype or default_dtype)
@@ -168,14 +168,17 @@ def check_model(
         model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
     attention_of_training = None
-    if enforce_flash_attention is None and attn_implementation is not None:
-        chosen = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise")
-        if chosen.attention.name != attn_implementation:
-            attention_of_training = chosen.attention.name
-        chosen.restore_own_attention()
-    is_enforced = attn_implementation is None if enforce_flash_attention is None else enforce_flash_attention
-    settings: dict[str, Any] = {"enforce_flash_attention": is_enforced}
-    # First test the model as it is. If it leaks, test it again with a repair or without packing.
+    if enforce_flash_attention is None:
+        enforce_flash_attention = attn_implementation is None
+        if attn_implementation is not None:
+            # Construct what training would construct, only to see which attention it chooses
+            trained = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise")
+            if trained.attention.name != attn_implementation:
+                attention_of_training = trained.attention.name
+            trained.restore_own_attention()
+    settings: dict[str, Any] = {"enforce_flash_attention": enforce_flash_attention}
+    # First test the model as it is: with "raise" it is not repaired. If it leaks and `on_leak` says so, test it again
+    # with a repair or without packing.
     packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise", **settings)
     as_it_is = packed.prove(model)
     in_training = as_it_is
@@ -199,7 +202,7 @@ def check_model(
         repaired=[str(repair) for repair in packed.repaired],
         implementations=attention_obstacles(base),
         missing_packages=mixer_support().missing_packages(base),
-        seconds=time.perf_counter() - start,
+        seconds=time.perf_counter() - start_time,
     )
 
 
@@ -227,6 +230,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     """
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
+        """Return a model with random weights, of the class that the config names if transformers has it."""
         model_class = getattr(transformers, (config.architectures or [""])[0], None)
         if model_class is not None:
             return model_class(config)

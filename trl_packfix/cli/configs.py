@@ -28,7 +28,8 @@ from ..training.foreign_keys import describe_foreign_keys, other_defaults
 from .flags import SHORT_FLAGS, HelpFormatter, did_you_mean, setting_named
 from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
 
-# By field, the smallest and the largest value with which training can compute. No field may be "not a number".
+# By field, the smallest and the largest value with which training can compute. Fields without an entry take any number.
+# "Not a number" is refused for all fields.
 RANGES = {
     "learning_rate": (0, sys.float_info.max),
     "dataloader_num_workers": (0, inf),
@@ -138,16 +139,16 @@ class RunConfigs(NamedTuple):
         training: the config of the trainer.
         model: the model, with LoRA and quantisation.
         mixture: the field `datasets` of the file, and what belongs to it.
-        given: the names of the fields that a flag or the file sets.
-        words: the words on the command line that belong to no flag: DATA or MODEL.
+        names_set: the names of the fields that a flag or the file sets.
+        positionals: the words on the command line that belong to no flag: DATA, or MODEL of `check`.
     """
 
     script: TrainArguments
     training: SFTConfig
     model: ModelConfig
     mixture: MixtureConfig
-    given: Set[str]
-    words: list[str]
+    names_set: Set[str]
+    positionals: list[str]
 
     @property
     def names(self) -> list[str]:
@@ -155,8 +156,8 @@ class RunConfigs(NamedTuple):
         return [source.path for source in self.mixture.datasets] or self.script.dataset_name or []
 
     @property
-    def parts(self) -> list[str]:
-        """The names of what is read as one table each: every dataset, or the whole mixture."""
+    def table_names(self) -> list[str]:
+        """The names of the tables that are read one by one: each dataset, or the whole mixture as one table."""
         return [", ".join(self.names)] if self.mixture.datasets else self.names
 
 
@@ -202,19 +203,19 @@ def parse_configs(
     suggested = known
     if command_args is not None:
         suggested = [*known, *vars(command_args), *(flag.removeprefix("--") for flag in SHORT_FLAGS)]
-    if command_args is not None:
         words = _complete_flags(words, parser)
-        parser.add_argument("words", nargs="*")
+        parser.add_argument("positionals", nargs="*")
     _refuse_unknown([name for name in settings if name not in known], suggested, settings.keys())
     check_types(settings, config_classes, "in the config file", texts=True)
 
     # 2. Set the defaults. Whether packing is on by default depends on `padding_free`.
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
-    if "tokens_per_rank" in given:
+    flag_names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    names_set = flag_names | settings.keys()
+    if "tokens_per_rank" in names_set:
         defaults = {"per_device_train_batch_size": 1} | defaults  # `tokens_per_rank` is the size of micro-batches
     packing_defaults = {"packing": True, "padding_free": settings.get("padding_free", False)}
     parser.set_defaults(**machine_settings() | packing_defaults | defaults)
-    is_packed_by_default = "packing" not in given and not parser.parse_known_args(words)[0].padding_free
+    is_packed_by_default = "packing" not in names_set and not parser.parse_known_args(words)[0].padding_free
     parser.set_defaults(packing=is_packed_by_default)
 
     # 3. Parse the flags, and refuse unknown ones.
@@ -227,7 +228,7 @@ def parse_configs(
             error.add_note(PACKING_NOTE)
         raise
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse_unknown(names or unknown, suggested, given)
+    _refuse_unknown(names or unknown, suggested, names_set)
     if names:
         # These are flags of TRL's launcher. This command has been launched already.
         PartialState().print(
@@ -238,37 +239,39 @@ def parse_configs(
         PartialState().print(PACKING_NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
-    data_words = [] if command_args is None else configs[4].words
-    return RunConfigs(script_args, training_args, model_args, mixture, given, data_words)
+    positionals = [] if command_args is None else configs[4].positionals
+    return RunConfigs(script_args, training_args, model_args, mixture, names_set, positionals)
 
 
 def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
     """Read the run of a command that does not train: its settings are those for a CPU, and packing is on in any case.
 
     Args:
-        args: the parsed flags of the command. Its `more_flags` are the flags of the run.
+        args: the parsed flags of the command. Its `more_flags` are the flags of the configs.
         words: further flags.
     """
     on_cpu = (f"--{name}={value}" for name, value in ON_CPU.items())
     words = (*args.more_flags, *words, *(f"--config={file}" for file in args.config), *on_cpu)
     with redirect_stdout(sys.stderr):  # stdout holds only the result of the command
-        run = parse_configs(words, f"trl-packfix {args.command}", command_args=args)
-    if not run.training.packing:
-        if "packing" in run.given and args.command in ("plan", "show"):
+        configs = parse_configs(words, f"trl-packfix {args.command}", command_args=args)
+    if not configs.training.packing:
+        if "packing" in configs.names_set and args.command in ("plan", "show"):
             print(
                 f"`packing` is off in this run; `{args.command}` shows the packs that it would have.", file=sys.stderr
             )
-        strategy = {"packing_strategy": "minibatch"} if run.training.padding_free else {}
-        run = run._replace(training=with_settings(run.training, packing=True, padding_free=False, **strategy))
-    if run.words and args.command != "check":
-        run.script.dataset_name = run.words
-        run.mixture.datasets = []
-    if not run.names and args.command in ("show", "prepare"):
+        strategy = {"packing_strategy": "minibatch"} if configs.training.padding_free else {}
+        configs = configs._replace(
+            training=with_settings(configs.training, packing=True, padding_free=False, **strategy)
+        )
+    if configs.positionals and args.command != "check":
+        configs.script.dataset_name = configs.positionals
+        configs.mixture.datasets = []
+    if not configs.names and args.command in ("show", "prepare"):
         raise ValueError(
             f"`{args.command}` was given without DATA. There is nothing to read. Give files, folders or names on the "
             "hub, or `--config` with a file that names them."
         )
-    return run
+    return configs
 
 
 def _complete_flags(words: Sequence[str], parser: TrlParser) -> list[str]:
@@ -359,7 +362,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
 
-def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None:
+def _refuse_unknown(names: list[str], known: list[str], names_set: Set[str]) -> None:
     """Refuse names that are neither a field nor a flag of TRL's launcher.
 
     The message says what keys of other trainers are called here.
@@ -367,7 +370,7 @@ def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None
     Args:
         names: the names of settings that are no field.
         known: the names of fields and flags that may be meant.
-        given: the names of all settings of the run.
+        names_set: the names of all settings of the run.
     """
     if not names:
         return
@@ -376,7 +379,7 @@ def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None
     if not unknown:
         return
     hints = {name: describe_foreign_keys([name]) for name in unknown}
-    defaults = other_defaults(given)
+    defaults = other_defaults(names_set)
     if len(unknown) == 1 and not defaults:
         name = unknown[0]
         suggestion = "" if hints[name] else did_you_mean([name], known)

@@ -140,8 +140,9 @@ def read_run_with_configs(
     reader = read_documents(configs, tokenizer)
     costs = make_cost_model(model_config)
     if reader.image_counts is not None:
-        costs = with_tower(costs, model_config, lora=get_peft_config(configs.model))
-    return DryRun(configs.training, reader, costs, "max_length" in configs.given, configs)
+        lora: Any = get_peft_config(configs.model)  # None without `--use_peft`
+        costs = with_tower(costs, model_config, lora=lora)
+    return DryRun(configs.training, reader, costs, "max_length" in configs.names_set, configs)
 
 
 def planner_for(

@@ -44,9 +44,10 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the block as JSON")
+    parser.set_defaults(run_command=run_env)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_env(args: argparse.Namespace) -> int:
     """Print the block. Return 0."""
     lines = dict(describe_environment())
     if args.json:

@@ -114,6 +114,8 @@ def make_forecasts(
     """Yield one forecast for each config and each number of ranks, in their order.
 
     Args:
+        reader: the rows of the run.
+        configs: the settings of the run with each `max_length` and each strategy.
         world_sizes: numbers of ranks.
         synchronisation: after what ranks wait for each other: every micro-batch ("micro") or every step ("step").
         tflops: 10^12 operations per second that one device reaches in training; None: no time is predicted.
@@ -123,6 +125,7 @@ def make_forecasts(
         for world_size in world_sizes:
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
             report = make_report(planner, reader, with_packs=False)
+            # A report of training has no such estimates, because they read tokens
             report = replace(report, prefixes=planner.packing.feature.estimate(planner, reader))
             costs = cost_model(documents.lengths) + planner.image_costs
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
@@ -134,7 +137,8 @@ def make_forecasts(
             if tflops is None:
                 yield Forecast(report, flops)
                 continue
-            seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
+            seconds = flops / (tflops * 1e12 * world_size)  # if no rank waited or communicated
+            seconds *= report.imbalance
             seconds /= 1 - (report.groups.exchange_share or 0)
             tokens = report.num_tokens - report.tokens_not_reached
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
@@ -156,7 +160,8 @@ def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tu
         The forecast of the chosen length, and the reasons as sentences.
     """
     # 1. Compare the lengths with one strategy on one number of ranks.
-    candidates = [forecast for forecast in forecasts if forecast.report.overlong != "split"] or list(forecasts)
+    without_splits = [forecast for forecast in forecasts if forecast.report.overlong != "split"]
+    candidates = without_splits or list(forecasts)
     strategy = candidates[0].report.strategy
     world_size = candidates[0].report.world_size
     by_length = [row for row in candidates if (row.report.strategy, row.report.world_size) == (strategy, world_size)]
@@ -229,23 +234,23 @@ def show_plan(args: argparse.Namespace) -> int:
         lengths = args.max_length or ([settings.max_length] if dry_run.has_max_length else [])
         lengths = lengths or candidate_lengths(int(dry_run.reader.lengths.max(initial=1)))
         choices = product(lengths, args.strategy or [settings.packing_strategy])
-        configs = [replace(settings, max_length=length, packing_strategy=strategy) for length, strategy in choices]
-        return _compare(args, dry_run, configs, console=console)
+        compared = [replace(settings, max_length=length, packing_strategy=strategy) for length, strategy in choices]
+        return _compare(args, dry_run, compared, console=console)
 
     from . import memory
     from .configs import read_run
 
     # `plan` takes several values of these two flags, and a run takes one.
     flags = {"max_length": args.max_length, "packing_strategy": args.strategy}
-    run = read_run(args, *(f"--{name}={values[0]}" for name, values in flags.items() if values))
-    memory.check_memory_flags(args, run)
-    lengths = args.max_length or ([run.training.max_length] if "max_length" in run.given else [])
-    if run.names:
-        return _plan_run(args, run, lengths, console=console)
+    configs = read_run(args, *(f"--{name}={values[0]}" for name, values in flags.items() if values))
+    memory.check_memory_flags(args, configs)
+    lengths = args.max_length or ([configs.training.max_length] if "max_length" in configs.names_set else [])
+    if configs.names:
+        return _plan_run(args, configs, lengths, console=console)
     # Without DATA only the memory is predicted.
-    for length in lengths or [run.training.max_length]:
-        num_documents = run.training.per_device_train_batch_size
-        predicted = memory.predict_memory_of_run(args, run, num_documents, max_length=length)
+    for length in lengths or [configs.training.max_length]:
+        num_documents = configs.training.per_device_train_batch_size
+        predicted = memory.predict_memory_of_run(args, configs, num_documents, max_length=length)
         if args.json:
             print(json.dumps({"memory": predicted.rows}, indent=2))
         else:
@@ -254,7 +259,7 @@ def show_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_run(args: argparse.Namespace, run: "RunConfigs", lengths: list[int], *, console: Console) -> int:
+def _plan_run(args: argparse.Namespace, configs: "RunConfigs", lengths: list[int], *, console: Console) -> int:
     """Forecast training on the documents of a run, recommend a length, and print both; return the exit code.
 
     Args:
@@ -264,60 +269,64 @@ def _plan_run(args: argparse.Namespace, run: "RunConfigs", lengths: list[int], *
     from .tokens import load_model_config
 
     # 1. Check the settings before documents are tokenised, which takes long.
-    model_config = load_model_config(run)
+    model_config = load_model_config(configs)
     text_config = None if model_config is None else model_config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
     for length in lengths:
         if positions is not None and length > positions:
             raise ValueError(
-                f"`--max-length {length}` was given and {run.model.model_name_or_path} has {positions} positions. "
+                f"`--max-length {length}` was given and {configs.model.model_name_or_path} has {positions} positions. "
                 f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
             )
 
-    def configs_of(lengths: Sequence[int]) -> "list[SFTConfig]":
-        pairs = product(lengths, args.strategy or [run.training.packing_strategy])
-        return [with_settings(run.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
+    def settings_of_lengths(lengths: Sequence[int]) -> "list[SFTConfig]":
+        """Return the settings of the run with each length and strategy; refuse those that contradict each other."""
+        pairs = product(lengths, args.strategy or [configs.training.packing_strategy])
+        return [
+            with_settings(configs.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs
+        ]
 
-    configs_of(lengths or candidate_lengths(1, positions))
+    settings_of_lengths(lengths or candidate_lengths(1, positions))  # only to refuse them here
 
     # 2. Read the documents, and compare the lengths on them.
-    dry_run = read_run_with_configs(run, model_config, args.tokenizer)
+    dry_run = read_run_with_configs(configs, model_config, args.tokenizer)
     longest = int(dry_run.reader.lengths.max(initial=1))
-    limits = [] if positions is None else [positions]
-    tokens_per_rank = run.training.tokens_per_rank
+    limits = [] if positions is None else [positions]  # of `max_length`
+    tokens_per_rank = configs.training.tokens_per_rank
     if tokens_per_rank is not None:
         # Each number of ranks must be able to train a document of `max_length`.
         for world_size in args.world_size:
             degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=dry_run.cost_model.heads)
             limits.append(tokens_per_rank * degrees[-1])
-    configs = configs_of(lengths or candidate_lengths(longest, min(limits, default=None)))
-    return _compare(args, dry_run, configs, positions=positions, console=console)
+    compared = settings_of_lengths(lengths or candidate_lengths(longest, min(limits, default=None)))
+    return _compare(args, dry_run, compared, positions=positions, console=console)
 
 
 def _compare(
     args: argparse.Namespace,
     dry_run: DryRun,
-    configs: "Sequence[SFTConfig | PlanningSettings]",
+    compared: "Sequence[SFTConfig | PlanningSettings]",
     *,
     console: Console,
     positions: int | None = None,
 ) -> int:
-    """Forecast training with each config, recommend a length, and print both; return the exit code.
+    """Forecast training with each of the settings, recommend a length, and print both; return the exit code.
 
     Args:
+        compared: the settings of the run with each `max_length` and each strategy.
         positions: the most tokens of a document that the model can read; None if it is not known.
     """
     # 1. Forecast training.
     forecasts = make_forecasts(
         dry_run.reader,
-        configs,
+        compared,
         args.world_size,
         cost_model=dry_run.cost_model,
         synchronisation=args.synchronisation,
         tflops=args.tflops,
     )
     description = f"planning {len(dry_run.reader):,} rows"
-    total = len(configs) * len(args.world_size)
+    total = len(compared) * len(args.world_size)
     plans = list(track(forecasts, description, total, console=Console(stderr=True), transient=True))
 
     # 2. Recommend a length, and predict the memory that it needs.
@@ -330,8 +339,8 @@ def _compare(
 
         assert dry_run.configs is not None, "with `--memory` they are read"
 
-        num_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        predicted = memory.predict_memory_of_run(args, dry_run.configs, num_documents, max_length=best_length)
+        most_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
+        predicted = memory.predict_memory_of_run(args, dry_run.configs, most_documents, max_length=best_length)
         memory_text = predicted.verdict
 
     # 3. Print the result.
@@ -342,7 +351,7 @@ def _compare(
         print(json.dumps(result, indent=2))
     else:
         console.print("Recommended: " + "\n  ".join([*reasons[:2], memory_text, *reasons[2:]]) + "\n")
-        _show_forecasts(console, plans, configs[0].balance)
+        _show_forecasts(console, plans, compared[0].balance)
         if predicted is not None:
             _show_memory(console, predicted, args.world_size)
     return 0 if pick.lost <= MAX_LOST_SHARE else 1

@@ -63,20 +63,20 @@ LoRA: {lora}, of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 Gi
 estimate; tokens_per_rank needs one for each degree."""
 
 
-def check_memory_flags(args: argparse.Namespace, run: RunConfigs) -> None:
+def check_memory_flags(args: argparse.Namespace, configs: RunConfigs) -> None:
     """Refuse `--memory` and `--offload` where they lack a flag that they need, and `plan` without anything to plan."""
     if args.memory is None:
         if args.offload:
             raise ValueError(
                 "`--offload` was given without `--memory`. It changes the predicted memory only. Give `--memory` too."
             )
-        if not run.names:
+        if not configs.names:
             raise ValueError(
                 "`plan` was given without DATA and without `--memory`. Packs are planned from documents, and memory is "
                 "predicted from a model. Give a dataset, or `--model MODEL --memory GIB`."
             )
         return
-    if run.model.model_name_or_path is None:
+    if configs.model.model_name_or_path is None:
         raise ValueError(
             f"`--memory {args.memory:g}` was given without `--model`. The peak is predicted from the model's config. "
             "Give `--model` too."
@@ -104,7 +104,7 @@ class PredictedMemory(NamedTuple):
 
 
 def predict_memory_of_run(
-    args: argparse.Namespace, run: RunConfigs, num_documents: int, *, max_length: int | None
+    args: argparse.Namespace, configs: RunConfigs, num_documents: int, *, max_length: int | None
 ) -> PredictedMemory:
     """Predict the memory of a run with another `max_length`.
 
@@ -112,8 +112,8 @@ def predict_memory_of_run(
         args: the flags of `plan`.
         num_documents: the most documents of a pack.
     """
-    config = with_settings(run.training, max_length=max_length)
-    return predict_memory(args, config, num_documents, model=run.model, model_config=load_model_config(run))
+    config = with_settings(configs.training, max_length=max_length)
+    return predict_memory(args, config, num_documents, model=configs.model, model_config=load_model_config(configs))
 
 
 def predict_memory(
@@ -130,7 +130,7 @@ def predict_memory(
     Raises:
         ValueError: the model can be trained by no method.
     """
-    # 1. The tokens of a micro-batch, and what limits the largest `max_length` besides memory
+    # 1. The tokens of a micro-batch, the setting that decides them, and the largest value of it that is printed
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     assert model_config is not None  # `check_memory_flags` refuses memory without a model
     batch_size = config.per_device_train_batch_size
@@ -141,12 +141,8 @@ def predict_memory(
         setting = "tokens_per_rank"
         tokens = config.tokens_per_rank
         limit = MAX_TOKENS
-    copied_bytes = 0.0
-    copies_text = ""
     feature = features_of(config)
-    if feature.copied_bytes:
-        copied_bytes = float(feature.copied_bytes)
-        copies_text = f", with {feature.copies_text}"
+    copies_text = f", with {feature.copies_text}" if feature.copied_bytes else ""
     lora: Any = get_peft_config(model) or LORA
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
@@ -154,7 +150,7 @@ def predict_memory(
 
     # 2. A row for each number of GPUs and each method, with and without checkpointing
     sizes, failures = _count_methods(model_config, lora)
-    options = {"documents": num_documents, "copied_keys": copied_bytes, "offload": args.offload}
+    options = {"documents": num_documents, "copied_keys": float(feature.copied_bytes), "offload": args.offload}
     peaks = {method: partial(predict_peak, sizes[method], method, **options) for method in sizes}
     rows = []
     memory = (args.memory - RESERVED_GIB) * GIB
@@ -180,9 +176,12 @@ def predict_memory(
     full_gpus = _describe_fewest_gpus(full_peaks, tokens, memory)
     verdict = [f"fits with {tokens:,} tokens in a micro-batch: LoRA {lora_gpus}; full {full_gpus}"]
     if config.gradient_checkpointing:
-        kinds = [lora_peaks] if model.use_peft else [lora_peaks, full_peaks]
-        for gpus, kind in product(args.world_size, kinds):
-            verdict += _describe_first_without_checkpointing(kind, tokens, gpus=gpus, memory=args.memory * GIB)
+        # A run with LoRA is not compared with full training
+        compared_peaks = [lora_peaks] if model.use_peft else [lora_peaks, full_peaks]
+        for gpus, peaks_of_methods in product(args.world_size, compared_peaks):
+            verdict += _describe_first_without_checkpointing(
+                peaks_of_methods, tokens, gpus=gpus, memory=args.memory * GIB
+            )
     has_modelled = any(row["modelled_activations"] for row in rows)
     notes = NOTES.format(
         memory=args.memory,
@@ -240,8 +239,8 @@ def _describe_first_without_checkpointing(
     """
     for method, peak in peaks.items():
         total = peak(tokens=tokens, gpus=gpus, checkpointing=False).total
-        start = f"{method.name} on {count_of(gpus, 'GPU')} "
-        if text := describe_unneeded_checkpointing(total, memory, start=start):
+        beginning = f"{method.name} on {count_of(gpus, 'GPU')} "
+        if text := describe_unneeded_checkpointing(total, memory, start=beginning):
             return [text]
     return []
 

@@ -76,7 +76,8 @@ class MixtureConfig(trl.DatasetMixtureConfig):
 
     def labels(self) -> list[str]:
         """Return a name for each dataset, for `source_column`: the shortest that distinguishes different datasets."""
-        candidates = [list(source.names()) for source in self.datasets]  # the shortest first
+        candidates = [list(source.names()) for source in self.datasets]  # of each dataset, the shortest first
+        # As long as two different datasets have the same first candidate, both go on to their next one
         while True:
             identities_by_name = defaultdict(set)
             for names, source in zip(candidates, self.datasets, strict=True):

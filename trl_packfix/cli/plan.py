@@ -79,9 +79,10 @@ def add_parser(subparsers: Subparsers) -> None:
         help='with --memory: gradient_checkpointing_kwargs={"offload": true}; what checkpointing saves is on the host',
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run_command=run_plan)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> int:
     """Check the flags, and run `forecast.show_plan`. Return the exit code."""
     tflops = [] if args.tflops is None else [args.tflops]
     for name, values in (("world-size", args.world_size), ("tflops", tflops)):

@@ -45,9 +45,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--json", action="store_true", help="print the manifest")
+    parser.set_defaults(run_command=run_prepare)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_prepare(args: argparse.Namespace) -> int:
     """Write the tokenised dataset and its manifest, and print a summary. Return 0."""
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     check_paths(args.more_flags)
     from ..samples.turns import TurnSettings
     from .configs import read_run
-    from .tokens import load_tokenizer, read_parts, save_measured, save_tokens
+    from .tokens import load_tokenizer, read_tables, save_measured, save_tokens
 
     configs = read_run(args)
     config = configs.training
@@ -71,19 +72,19 @@ def run(args: argparse.Namespace) -> int:
             "the folder of the one that you will train with."
         )
     tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
-    parts, with_images = read_parts(configs)
+    tables, with_images = read_tables(configs)
     with _written_whole_or_not(output) as folder:
         if with_images:
-            num_written, num_read, ledger = save_measured(parts, tokenizer_name, config, output=folder)
+            num_written, num_read, ledger = save_measured(tables, tokenizer_name, config, output=folder)
         else:
-            num_written, num_read, ledger = save_tokens(configs, parts, tokenizer, output=folder)
+            num_written, num_read, ledger = save_tokens(configs, tables, tokenizer, output=folder)
         manifest = {
             "data": configs.names,
             "split": configs.script.dataset_train_split,
             "tokenizer": tokenizer_name,
             "vocabulary": len(tokenizer),
             "settings": {name: getattr(config, name) for name in (*TurnSettings.__annotations__, *MANIFEST_SETTINGS)},
-            "conversations": sum(map(len, parts)) if config.per_turn else None,
+            "conversations": sum(map(len, tables)) if config.per_turn else None,
             "rows": num_written,
             "bad_rows_dropped": num_read - num_written,
             "documents": ledger.given.documents,

@@ -12,6 +12,7 @@ import yaml
 from .flags import HelpFormatter, Subparsers
 
 FOLDER = Path(__file__).with_name("recipe_files")
+WORD = r"[\w.]+"  # a word of a name such as "qwen3.5-4b-lora", which has three
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -26,9 +27,10 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("words", nargs="*", metavar="NAME", help="the recipe to print, or words to find it by")
     parser.add_argument("--json", action="store_true", help="print titles, or the settings of the recipe, as JSON")
+    parser.set_defaults(run_command=run_recipes)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_recipes(args: argparse.Namespace) -> int:
     """Print the list of recipes, or one recipe. Return 0."""
     name = " ".join(args.words)
     if args.json:
@@ -64,14 +66,20 @@ def similar_recipes(text: str) -> list[str]:
     >>> similar_recipes("lama 8b")
     ['llama-3.1-8b-lora']
     """
-    words = re.findall(r"[\w.]+", text.lower())
+    words = re.findall(WORD, text.lower())
     names = []
     for name, title in recipe_titles().items():
         model = yaml.safe_load(_read_file(name)).get("model_name_or_path", "")
-        known = re.findall(r"[\w.]+", f"{name} {title} {model}".lower())
-        if all(any(word in part for part in known) or get_close_matches(word, known, cutoff=0.8) for word in words):
+        words_of_recipe = re.findall(WORD, f"{name} {title} {model}".lower())
+        if all(_is_similar(word, words_of_recipe) for word in words):
             names.append(name)
     return names
+
+
+def _is_similar(word: str, known: list[str]) -> bool:
+    """Return whether a word is, or is like, one of the known words or a part of it."""
+    is_part = any(word in known_word for known_word in known)
+    return is_part or bool(get_close_matches(word, known, cutoff=0.8))
 
 
 def read_recipe(name: str) -> str:

@@ -24,9 +24,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the output_dir of the run, or one of its checkpoints")
     parser.add_argument("--output", metavar="FILE", help=f"where the page is written (default: {PAGE} in OUTPUT_DIR)")
     parser.add_argument("--json", action="store_true", help="print the short form as JSON")
+    parser.set_defaults(run_command=run_report)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     """Write the page and print the short form. Return 0."""
     from ..reporting.page import NO_PICTURES, draws_pictures, make_page, read_run, summarise
     from ..reporting.report import show_lines

@@ -51,9 +51,10 @@ def add_parser(subparsers: Subparsers) -> None:
         help="also draw a picture: .png, .svg or .pdf, or packs.png in a folder; as text without matplotlib",
     )
     parser.add_argument("--json", action="store_true", help="print the packs as JSON, with all documents and tokens")
+    parser.set_defaults(run_command=run_show)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_show(args: argparse.Namespace) -> int:
     """Plan the packs, print the first ones, and draw a picture with `--plot`. Return 0."""
     for name in ("packs", "documents", "tokens", "world_size"):
         if getattr(args, name) < 1:
@@ -82,20 +83,20 @@ def run(args: argparse.Namespace) -> int:
 
     dry_run = read_dry_run(args)
     reader = dry_run.reader
-    run = dry_run.configs
+    configs = dry_run.configs
     documents = documents_of(reader, dry_run.settings)
     planner = planner_for(documents, dry_run.settings, args.world_size, cost_model=dry_run.cost_model)
     packs = first_packs(planner, reader, args.packs)
     if isinstance(reader, LengthRows):
         packs = [pack.without_tokens() for pack in packs]
     tokenizer = None
-    tokenizer_name = args.tokenizer or (run and run.model.model_name_or_path)
-    if run is not None and tokenizer_name:
-        from .data import with_omissions
+    tokenizer_name = args.tokenizer or (configs and configs.model.model_name_or_path)
+    if configs is not None and tokenizer_name:
+        from .omissions import with_omissions
         from .tokens import load_tokenizer
 
-        tokenizer = load_tokenizer(tokenizer_name, run.training.trust_remote_code)
-        packs = with_omissions(packs, run, model=tokenizer_name, reader=reader)
+        tokenizer = load_tokenizer(tokenizer_name, configs.training.trust_remote_code)
+        packs = with_omissions(packs, configs, model=tokenizer_name, reader=reader)
     picture = None
     if draws_file:
         picture = _picture_path(args.plot)
@@ -115,25 +116,26 @@ def run(args: argparse.Namespace) -> int:
             console.print(text)
         else:
             print(text.plain)  # lines are not wrapped, because a file has no width
-    if run is not None and tokenizer_name and not isinstance(reader, LengthRows):
-        _print_losses(run, tokenizer_name)
+    has_tokens = not isinstance(reader, LengthRows)
+    if configs is not None and tokenizer_name and has_tokens:
+        _print_losses(configs, tokenizer_name)
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0
 
 
-def _picture_path(given: str) -> Path:
-    """Return the file of the picture, for a file with or without a suffix, or a folder."""
-    path = Path(given)
+def _picture_path(plot: str) -> Path:
+    """Return the file of the picture from the value of `--plot`: a file with or without a suffix, or a folder."""
+    path = Path(plot)
     if path.is_dir():
         return path / "packs.png"
     return path if path.suffix else path.with_suffix(".png")  # matplotlib would add it too, but the path is printed
 
 
-def _print_losses(run: "RunConfigs", tokenizer: str) -> None:
+def _print_losses(configs: "RunConfigs", tokenizer: str) -> None:
     """Print in how many rows of a run the chat template leaves out texts."""
-    from .data import check_parts
+    from .omissions import report_tables
 
-    for report in check_parts(run, tokenizer):
+    for report in report_tables(configs, tokenizer):
         if not report.complete:
             print(f"Not as it was given: {report}")

@@ -1,8 +1,9 @@
 """Read the documents of DATA on the command line: rows that are tokenised as a trainer does it, or lengths alone.
 
-`plan` and `show` call `read_documents` and get a `RowReader`, from which packs are planned. `prepare` calls
-`read_parts`, then `save_tokens` or `save_measured`, which write a dataset for training. A *part* is one dataset of the
-run, or its whole mixture of datasets.
+`plan` and `show` call `read_documents` (through `dry_run.py`) and get a `RowReader`, from which packs are planned.
+`prepare` calls `read_tables`, then `save_tokens` or `save_measured`, which write a dataset for training. A run has one
+table for each of its datasets, or one for its whole mixture of datasets. Rows with images are not tokenised but
+*measured*: their processor runs once, so that their numbers of tokens are known.
 """
 
 import sys
@@ -124,7 +125,7 @@ def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> Row
     return reader
 
 
-def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
+def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
     """Return the documents of a run, as one table.
 
     Args:
@@ -133,28 +134,28 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
     Raises:
         ValueError: the datasets cannot be read, or cannot be joined to one table.
     """
-    config = run.training
-    model = tokenizer or run.model.model_name_or_path
-    lengths = []  # of files of lengths
-    text_tables = []  # tokenised
-    image_tables = []
-    turn_counts = None
-    for name in run.parts:
+    training_config = configs.training
+    model = tokenizer or configs.model.model_name_or_path
+    lengths = []  # of the documents of each file of lengths, in tokens
+    text_tables = []  # tables of tokens
+    image_tables = []  # tables of rows with images, as they were read
+    turn_counts = None  # of all tables together
+    for name in configs.table_names:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):
-            lengths_in_file = None if run.mixture.datasets else read_lengths(Path(name))
+            lengths_in_file = None if configs.mixture.datasets else read_lengths(Path(name))
         if lengths_in_file is not None:
-            check_split(name, run.script.dataset_train_split)
-            if config.per_turn:
+            check_split(name, configs.script.dataset_train_split)
+            if training_config.per_turn:
                 raise ValueError(
                     f"`--per-turn` was given with `{name}`, a file of {len(lengths_in_file):,} lengths. The turns of a "
                     "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
                     "`--per-turn`."
                 )
-            features_of(config).refuse_lengths(len(lengths_in_file))
+            features_of(training_config).refuse_lengths(len(lengths_in_file))
             lengths.append(lengths_in_file)
             continue
-        rows = load_part(run, name)
+        rows = load_table(configs, name)
         is_tokenised = "input_ids" in rows.column_names
         needs_processor = has_images(rows) and not is_tokenised
         description = " of tokens" if is_tokenised else ""
@@ -164,9 +165,9 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
         if needs_processor:
             image_tables.append(rows)
             continue
-        loaded_tokenizer = None if model is None else load_tokenizer(model, config.trust_remote_code)
+        loaded_tokenizer = None if model is None else load_tokenizer(model, training_config.trust_remote_code)
         with in_utf8(name):
-            table, turns = tokenise(rows, loaded_tokenizer, config)
+            table, turns = tokenise(rows, loaded_tokenizer, training_config)
         text_tables.append(table)
         if turns is not None:
             turn_counts = turns if turn_counts is None else turn_counts + turns
@@ -185,32 +186,32 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
             "joined to one table. Plan them one by one, or give the rows of text an empty column `images`."
         )
     if image_tables:
-        return measure_images(concatenate_tables(image_tables), model, config)
+        return measure_images(concatenate_tables(image_tables), model, training_config)
     reader = TokenReader(concatenate_tables(text_tables))
     reader.turns = turn_counts
     return reader
 
 
-def load_part(run: RunConfigs, name: str) -> Dataset:
-    """Return the rows of one part of a run; `name` is its entry in `run.parts`."""
-    if run.mixture.datasets:
-        rows: Dataset = load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
+def load_table(configs: RunConfigs, name: str) -> Dataset:
+    """Return the rows of one table of a run; `name` is its entry in `configs.table_names`."""
+    if configs.mixture.datasets:
+        rows: Dataset = load_mixture(configs.mixture, configs.training.seed, configs.training.source_column)["train"]
     else:
-        rows = load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
+        rows = load_rows(name, configs.script.dataset_train_split, configs.script.dataset_config)
     return image_support().with_named_images(rows, name)
 
 
-def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:
-    """Return the rows of all parts of a run, and whether they have images; refuse parts with and without images."""
-    parts = [load_part(run, name) for name in run.parts]
-    with_images = sum(map(has_images, parts))
-    if 0 < with_images < len(parts):
+def read_tables(configs: RunConfigs) -> tuple[list[Dataset], bool]:
+    """Return the tables of a run, and whether their rows have images; refuse tables with images beside others."""
+    tables = [load_table(configs, name) for name in configs.table_names]
+    with_images = sum(map(has_images, tables))
+    if 0 < with_images < len(tables):
         raise ValueError(
-            f"{len(parts)} datasets were given, and {with_images} of them {'has' if with_images == 1 else 'have'} "
+            f"{len(tables)} datasets were given, and {with_images} of them {'has' if with_images == 1 else 'have'} "
             "images. Rows of text are tokenised, and rows with images keep their images, so one folder cannot hold "
             "both. Prepare them one by one, or give the rows of text an empty column `images`."
         )
-    return parts, bool(with_images)
+    return tables, bool(with_images)
 
 
 def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
@@ -227,36 +228,37 @@ def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
     return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
 
 
-def load_model_config(run: RunConfigs) -> PreTrainedConfig | None:
+def load_model_config(configs: RunConfigs) -> PreTrainedConfig | None:
     """Return the config of the model of a run; None if it names no model."""
-    name = run.model.model_name_or_path
+    name = configs.model.model_name_or_path
     if name is None:
         return None
     with setting_named(f"--model {name}", MODEL_HELP):
         return AutoConfig.from_pretrained(
-            name, revision=run.model.model_revision, trust_remote_code=run.training.trust_remote_code
+            name, revision=configs.model.model_revision, trust_remote_code=configs.training.trust_remote_code
         )
 
 
 def save_tokens(
-    run: RunConfigs, parts: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
+    configs: RunConfigs, tables: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
 ) -> tuple[int, int, Ledger]:
-    """Tokenise the parts of a run and write them to `output` as one table, without bad rows.
+    """Tokenise the tables of a run and write them to `output` as one table, without bad rows.
 
     Returns:
-        The number of rows in the table, the number of rows in all parts, and the counts of documents and tokens.
+        The number of rows that are written, the number of rows before, and the counts of documents and tokens.
     """
-    tables = []
-    for name, part in zip(run.parts, parts, strict=True):
+    token_tables = []
+    for name, table in zip(configs.table_names, tables, strict=True):
         with in_utf8(name):
-            tables.append(tokenise(part, tokenizer, run.training)[0])
-    table = concatenate_datasets([without_bad_rows(part) for part in tables])
-    ledger = make_documents(TokenReader(table), max_length=None).ledger
-    table.save_to_disk(output, num_proc=run.training.dataset_num_proc)
-    return len(table), sum(map(len, tables)), ledger
+            tokens, _ = tokenise(table, tokenizer, configs.training)
+        token_tables.append(tokens)
+    joined = concatenate_datasets([without_bad_rows(tokens) for tokens in token_tables])
+    ledger = make_documents(TokenReader(joined), max_length=None).ledger
+    joined.save_to_disk(output, num_proc=configs.training.dataset_num_proc)
+    return len(joined), sum(map(len, token_tables)), ledger
 
 
-def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
+def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
     """Write rows with images to `output` as they are, without bad rows, and measure their documents.
 
     The lengths are cached beside the table, where training looks for them.
@@ -265,9 +267,9 @@ def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, ou
         processor: the model whose processor measures the images.
 
     Returns:
-        The number of rows in the table, the number of rows in all parts, and the counts of documents and tokens.
+        The number of rows that are written, the number of rows before, and the counts of documents and tokens.
     """
-    table = concatenate_tables(parts)
+    table = concatenate_tables(tables)
     num_rows = len(table)
     if config.bad_rows == "drop":
         reader = measure_images(table, processor, config)

@@ -13,15 +13,16 @@ from .flags import Subparsers, setting_named
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the parser of `train`. Its flags are those of TRL's config classes, which are imported only when it runs."""
-    subparsers.add_parser(
+    parser = subparsers.add_parser(
         "train",
         help="fine-tune on packed documents: the flags and config files of `trl sft`, and the fields of packing",
         add_help=False,  # `parse_configs` prints the help
         allow_abbrev=False,
     )
+    parser.set_defaults(run_command=run_train)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_train(args: argparse.Namespace) -> int:
     """Train and save the model. Return 0."""
     if find_spec("deepspeed"):
         _import_deepspeed()

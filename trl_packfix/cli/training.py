@@ -77,16 +77,17 @@ def _load_splits(script_args: TrainArguments, training_args: SFTConfig, mixture:
     return load_documents(script_args)
 
 
-def make_trainer(run: RunConfigs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
+def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
     """Return the trainer of a run.
 
     Args:
+        configs: the configs of the run.
         dataset: the splits to train and evaluate on; None: the datasets that the run names.
 
     Raises:
         ValueError: there is no model, or something that the run names cannot be loaded.
     """
-    script_args, training_args, model_args, mixture, *_ = run
+    script_args, training_args, model_args, mixture, *_ = configs
     if not model_args.model_name_or_path:
         raise ValueError(
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
@@ -97,7 +98,7 @@ def make_trainer(run: RunConfigs, dataset: DatasetDict | IterableDatasetDict | N
         raise ImportError("`use_liger_kernel` needs liger-kernel, `pip install liger-kernel`")
     if training_args.resume_from_checkpoint and PartialState().is_main_process:
         choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
-    names = run.names
+    names = configs.names
     if dataset is None:
         with training_args.main_process_first(desc="dataset"):  # only one process of a machine downloads
             dataset = _load_splits(script_args, training_args, mixture)
