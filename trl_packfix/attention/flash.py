@@ -400,8 +400,8 @@ class CudaKernel:
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Any:
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
         by_position, by_name = self._call_arguments()
-        # Without dropout the kernel does not read the state of the random generator.
-        generator_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # Without dropout the kernel does not read the state of the random generator, so nothing is written into it.
+        generator_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
             g.contiguous(),
