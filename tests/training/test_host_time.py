@@ -1,9 +1,13 @@
-"""What the host does in every micro-batch beside the model: nothing counts parameters or sets modes of all modules."""
+"""What the host does in every micro-batch: it launches no more than stock TRL, and leaves out what is done once."""
 
 import trl
+from support.host_profile import profile_layer
 from support.runs import texts, trainer
+from support.versions import current_models, trl_trains
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
+
+import trl_packfix
 
 
 class Counted(TrainerCallback):
@@ -58,3 +62,14 @@ def test_a_module_in_evaluation_mode_is_set_to_training_again(tmp_path):
     run.train()
     assert switch.modes == [{True}, {True}, {True}]
     assert "train" not in vars(run.model)
+
+
+@trl_trains
+@current_models
+def test_a_layer_launches_no_more_than_in_stock_trl():
+    """On the path of CUDA, beside TRL's packing on the path of flash-attn in transformers."""
+    ours, stock = (profile_layer(package, lora=False, checkpoints=False) for package in (trl_packfix, trl))
+    assert stock["launches_per_layer"] > 100
+    assert ours["launches_per_layer"] <= stock["launches_per_layer"]
+    # Once per micro-batch documents are counted for the log, in a few operators
+    assert ours["other_launches"] <= stock["other_launches"] + 10
