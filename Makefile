@@ -101,6 +101,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/long_context.py --ranks 8 --models 7B
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/gradients.py --quick
+	$(BIN)/python benchmarks/host_time.py --repeats 1
 	$(BIN)/python benchmarks/startup.py --num 10000 --kinds plain
 	$(BIN)/python benchmarks/convergence.py --runs minibatch stream\ 2048 $(DATA_FLAG)
 	$(BIN)/python benchmarks/evidence.py --smoke --parts machine exactness 7b-flan

@@ -2,11 +2,12 @@
 
     tests/gpu/run.sh --evidence                                  # or: make gpu ARGS=--evidence
     make gpu-evidence                                            # the parts of the headline, in 300 s
+    tests/gpu/run.sh --evidence --parts "million kernels"        # in a second call, with FlashAttention-3 installed
     python benchmarks/evidence.py --out DIR --parts kernels      # some of the parts
     python benchmarks/evidence.py --out DIR --smoke              # tiny sizes on the CPU: runs every part, shows nothing
 
 The parts run one after another in one process (`evidence_parts.py`), those that decide most first. Limits are
-what an H200 or an H100 took, with some room:
+what an H200 or an H100 took, with some room; a part of which a package is missing leaves out its rows, and says so:
 
     machine       rates of matrix products and of copies
     kernels       12 cases of our attention against the CPU in fp64: heads of 64 and 128, windows, sinks
@@ -14,19 +15,20 @@ what an H200 or an H100 took, with some room:
                   sdpa and on the kernels of packs, ours, TRL's packing on these kernels; tokens/s, documents/s, MFU,
                   memory, milliseconds of each step, and the share of a step in which the GPU waited
     7b-orcamath   the same on OrcaMath-like lengths, all without checkpointing
-    8b-lora       LoRA on Llama-3-8B in packs of 2 x 4,096 on OASST1-like lengths, 12 steps: with and without
-                  checkpointing, with Liger's kernels, with dropout, and with the settings of NeMo AutoModel's benchmark
+    compile       LoRA on Llama-3-8B in packs of 2 x 4,096 on OASST1-like lengths, with and without `torch_compile`
+    8b-lora       the same without it, 12 steps: with and without checkpointing, with Liger's kernels, with dropout, and
+                  with the settings of NeMo AutoModel's benchmark
+    1.5b-flan     all weights of Qwen2.5-1.5B in bf16, 12 steps: with and without checkpointing, also with constant
+                  shapes (whose padding counts as tokens)
     tests         training and repair (tests/gpu)
     memory        the predicted peak against the peak that torch counts
-    million       attention of a rank of 8 in a layer of Qwen3-8B on one document of 1,048,576 tokens
+    million       attention of a rank of 8 in a layer of Qwen3-8B on one document of 1,048,576 tokens, on
+                  FlashAttention-2, on cuDNN, and on FlashAttention-3 where it is installed (docs/gpus.md)
     exactness     packs in bf16 against fp32, over the error of each document alone in bf16
     reads         reads on the host per micro-batch, of TRL and of ours
     launches      a pack with one long document, and with most documents empty, in one launch and by length
     wide          heads of 512 dimensions document by document, and on ffpa-attn where it is installed
     prefixes      shared prefixes in one launch and in several, beside whole documents; peak memory
-    compile       8b-lora with and without `torch_compile`
-    1.5b-flan     all weights of Qwen2.5-1.5B in bf16, 12 steps: with and without checkpointing, also with constant
-                  shapes (whose padding counts as tokens)
 
 A part that exceeds its limit, or whose process ends, is stopped and named; what it gave is kept, and the others go on
 in a new process. A part with a row without its figures has failed, and the exit status is then 1. NCCL, DeepSpeed and
@@ -77,16 +79,23 @@ PARTS = {
     "7b-orcamath": Part(110, TRAINED),
     "compile": Part(90, TRAINED),
     "8b-lora": Part(110, TRAINED),
+    "1.5b-flan": Part(90, TRAINED),
     "tests": Part(50, ("passed",)),
     "memory": Part(40, ("predicted_gib", "counted_gib", "ratio")),
-    "million": Part(20, ("ms", "seconds_of_36_layers")),
+    "million": Part(30, ("ms", "seconds_of_36_layers")),
     "exactness": Part(10, ("alone_gradient", "packed_over_alone", "packed_over_alone_logits")),
     "reads": Part(15, ("reads",)),
     "launches": Part(5, ("ms", "idle_blocks")),
     "wide": Part(30, ("ms", "tokens")),
     "prefixes": Part(10, ("ms", "tokens")),
-    "1.5b-flan": Part(90, TRAINED),
 }
+
+
+def time_table(names: list[str], limit: float) -> str:
+    """Return a line with the limits of parts in seconds, their sum, and the limit of all."""
+    limits = [PARTS[name].seconds for name in names]
+    parts = ", ".join(f"{name} {seconds}" for name, seconds in zip(names, limits, strict=True))
+    return f"At most {sum(limits)} s of {limit:g}: {parts}"
 
 
 class Record(NamedTuple):
@@ -253,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
             "no --smoke was given, and torch sees no CUDA device here. The parts measure one. Run them on a "
             "machine with a GPU, or set --smoke: tiny sizes on the CPU, which show nothing about a GPU."
         )
-    print(f"{describe()}\nParts: {', '.join(args.parts)}", flush=True)
+    print(f"{describe()}\n{time_table(args.parts, args.limit)}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp())
     run = Run(args.parts, folder, args.limit * (ON_CPU if args.smoke else 1), args.smoke, args.data)

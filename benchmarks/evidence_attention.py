@@ -3,8 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -227,6 +228,16 @@ def prefixes(machine: Machine) -> Rows:
         yield row
 
 
+@contextmanager
+def flash_attention_3() -> Iterator[None]:
+    """Let torch's operators of FlashAttention run on FlashAttention-3."""
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    try:
+        yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
 def million_tokens(machine: Machine) -> Rows:
     """Attention in one layer of Qwen3-8B on a rank of 8, which has 4 of 32 heads, on one document. TRL's step takes 373
     to 380 s on 8 H100s: 36 of these layers, in which the forward runs twice, and everything else."""
@@ -237,13 +248,21 @@ def million_tokens(machine: Machine) -> Rows:
         length = states[0].shape[2]
         return attend_on_cuda(*states, one_launch(bounds_of([length], machine.device), length), scale=128**-0.5)
 
-    contenders: dict[str, Attend] = {"FlashAttention-2": on_flash, "cuDNN": partial(attend_dense, scale=128**-0.5)}
+    on_dense = partial(attend_dense, scale=128**-0.5)
+    contenders: dict[str, tuple[Attend, Callable[[], AbstractContextManager[Any]]]] = {
+        "FlashAttention-2": (on_flash, partial(device_of_kernels, machine)),
+        "cuDNN": (on_dense, nullcontext),
+        "FlashAttention-3": (on_flash, flash_attention_3),
+    }
     outputs = {}
-    for name, attend in contenders.items():
+    for name, (attend, kernels_of) in contenders.items():
         row: Row = {"case": f"{tokens:,} tokens, {name}", "optional": name != "FlashAttention-2"}
+        if name == "FlashAttention-3" and find_spec("flash_attn_interface") is None:
+            yield row | {"reason": "flash_attn_interface is not installed"}
+            continue
         seconds = []
         try:
-            with device_of_kernels(machine) if name == "FlashAttention-2" else nullcontext():
+            with kernels_of():
                 for length in (512, tokens):  # the first is not counted
                     parts = [x[:, :, :length] for x in tensors]
                     for run in (partial(attend, *parts), partial(forward_and_backward, attend, parts)):

@@ -461,7 +461,7 @@ def train(
     if package is trl_packfix and settings.get("torch_compile"):
         row["compiled"] = trainer.packing_report.compiled
         row["compiled_layers"] = int(row["compiled"].split()[0])
-        if not row["compiled_layers"] and machine.device == "cuda":
+        if row["compiled_layers"] < model.config.num_hidden_layers and machine.device == "cuda":
             return {"reason": row["compiled"]}
     row["attention"] = clock.attention
     if published is not None:

@@ -4,6 +4,7 @@ tiny sizes, too: `tests/gpu/run.sh --evidence`."""
 import csv
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -130,6 +131,20 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
     assert "hangs, crashes" in capfd.readouterr().out
 
 
+def test_the_parts_of_the_headline_have_time(monkeypatch):
+    """`make gpu-evidence` ends within its limit, with half a minute for imports."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the import sets it
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import evidence
+
+    limit, parts = re.search(r"--evidence --limit (\d+) --parts \"(.*)\"", (ROOT / "Makefile").read_text()).groups()
+    assert int(limit) <= 300
+    table = evidence.time_table(parts.split(), int(limit))
+    planned = sum(evidence.PARTS[name].seconds for name in parts.split())
+    assert table.startswith(f"At most {planned} s of {limit}: machine 5, 7b-flan ")
+    assert planned + 30 <= int(limit)
+
+
 def test_parts_run_on_the_cpu(tmp_path):
     """The parts that take seconds run here; `make bench` runs others. They call much of the package that changes."""
     parts = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
@@ -140,5 +155,6 @@ def test_parts_run_on_the_cpu(tmp_path):
     assert {row["part"] for row in rows} == set(parts)
     assert "TINY SIZES" in table
     assert "pyarrow" in done.stdout
+    assert "At most" in done.stdout
     trained = {row["case"] for row in rows if row["tokens_per_s"]}
     assert trained == {"ours stream", "no checkpointing", "dropout 0.05", "liger", "as NeMo AutoModel"}
