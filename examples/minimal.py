@@ -2,7 +2,8 @@
 
     python examples/minimal.py
 
-If the Hub is unreachable, use local paths instead of the two names, or start with examples/demo.py.
+It needs a GPU and the Hub. Without the Hub use local paths instead of the two names; without a GPU, or to begin with,
+`make demo` trains a small model on the CPU.
 """
 
 from datasets import load_dataset

@@ -242,8 +242,18 @@ def processes_without_a_gpu(monkeypatch):
 
 
 def test_processes_without_a_gpu_are_refused_before_they_meet(processes_without_a_gpu, tmp_path):
-    with pytest.raises(ValueError, match=r"8 processes were started, and no GPU was found .*set `use_cpu=True`, under"):
+    with pytest.raises(ValueError, match=r"8 processes were started, and no GPU was found .*set `use_cpu=True`, also"):
         SFTConfig(str(tmp_path), bf16=False)
+
+
+def test_a_config_for_a_gpu_names_what_is_missing_where_there_is_none(monkeypatch, tmp_path):
+    """As in the first lines of README. The message of transformers names neither the driver nor the default."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for given in ({}, {"bf16": True}):
+        with pytest.raises(ValueError, match=r"`bf16=True` was given or is the default, without `use_cpu`, and no GPU"):
+            SFTConfig(str(tmp_path), packing=True, **given)
+    for given in ({"use_cpu": True}, {"bf16": False}):
+        assert SFTConfig(str(tmp_path), packing=True, **given).packing
 
 
 ASKED = {

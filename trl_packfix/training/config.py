@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 import torch
 import trl
 from transformers import TrainingArguments
+from transformers.utils import is_torch_xla_available
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
 from ..data.documents import Overlong, TruncationMode
@@ -210,6 +211,7 @@ class SFTConfig(trl.SFTConfig):
                 ) from error
         _refuse_texts(self)
         check_devices(self)
+        check_precision(self)
         say_deepspeed_communicates(self)
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
@@ -344,7 +346,19 @@ def check_devices(args: SFTConfig) -> None:
             f"{os.environ['WORLD_SIZE']} processes were started, and no GPU was found "
             "(`torch.accelerator.is_available()`). All of them would train on the CPU of this machine, and share its "
             f"cores. Check the driver and the build of torch ({torch.__version__}). To train on CPUs, set "
-            "`use_cpu=True`, under DeepSpeed the environment variable `DS_ACCELERATOR=cpu`."
+            "`use_cpu=True`, also under DeepSpeed."
+        )
+
+
+def check_precision(args: SFTConfig) -> None:
+    """Refuse bfloat16, TRL's default, on a machine without a GPU, unless `use_cpu` says to train on the CPU."""
+    is_bf16 = not args.fp16 if args.bf16 is None else args.bf16  # as TRL chooses it
+    if is_bf16 and not (args.use_cpu or torch.accelerator.is_available() or is_torch_xla_available()):
+        raise ValueError(
+            "`bf16=True` was given or is the default, without `use_cpu`, and no GPU was found "
+            "(`torch.accelerator.is_available()`). A model of common size would take days on the CPU of this machine. "
+            f"Check the driver and the build of torch ({torch.__version__}), or set `use_cpu=True` to train on the "
+            "CPU all the same."
         )
 
 
