@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
+from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import is_liger_kernel_available
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 
@@ -77,6 +78,19 @@ def _load_splits(script_args: TrainArguments, training_args: SFTConfig, mixture:
     return load_documents(script_args)
 
 
+def _check_loggers(args: SFTConfig) -> None:
+    """Refuse a logger of `report_to` that is not installed. transformers looks only after the model is loaded."""
+    installed = get_available_reporting_integrations()
+    # This list never has flyte, and has azure_ml only without mlflow.
+    missing = sorted({*args.report_to} - {*installed, "azure_ml", "flyte"})
+    if missing:
+        raise ValueError(
+            f"`report_to: {missing[0]}` was given, and transformers has no such logger, or its package is not "
+            f"installed. Nothing would be logged there. Install the package (`pip install {missing[0]}`), or set "
+            f"`report_to` to `none` or to a logger that is installed ({', '.join(installed) or 'there is none'})."
+        )
+
+
 def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
     """Return the trainer of a run.
 
@@ -93,6 +107,13 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
             "the hub or a folder."
         )
+    adapter_names = [name for name in configs.given if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
+    if adapter_names and not model_args.use_peft:
+        raise ValueError(
+            f"`{min(adapter_names)}` was given without `use_peft`. LoRA is off, so it would be ignored and all weights "
+            "would be trained. Set `use_peft` to true, or remove the settings of LoRA."
+        )
+    _check_loggers(training_args)
     # These two would otherwise fail only when training begins.
     if training_args.use_liger_kernel and not is_liger_kernel_available():
         raise ImportError("`use_liger_kernel` needs liger-kernel, `pip install liger-kernel`")
