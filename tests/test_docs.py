@@ -3,6 +3,7 @@
 import csv
 import doctest
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -80,7 +81,35 @@ def test_the_first_lines_of_the_readme_are_those_of_an_example():
     assert f"\n{ours}  # was: {stock}\n\n{others}" in (ROOT / "examples/minimal.py").read_text()
 
 
-def test_the_quickstart_trains(workplace, monkeypatch):
+def line_shapes(text: str) -> dict[str, str]:
+    """Return the text of each line of a report by its label, with N for every number."""
+    shapes, label = {}, ""
+    for line in text.partition("Packing report\n")[2].splitlines():
+        if not line.startswith("  "):
+            break
+        begins = re.match(r"  (\S+(?: \S+)*)  +(\S.*)", line)
+        label = begins[1] if begins else label
+        shapes[label] = begins[2] if begins else f"{shapes[label]} {line.strip()}"
+    return {label: re.sub(r"\d[\d,.]*(?:e[+-]\d+)?", "N", shape) for label, shape in shapes.items()}
+
+
+def refuse_old_reports(printed: str) -> None:
+    """Compare the reports that the documentation shows with one that was printed just now."""
+    tour = json.loads((ROOT / "examples" / "tour.ipynb").read_text())
+    texts = ["".join(output.get("text", ())) for cell in tour["cells"] for output in cell.get("outputs", ())]
+    (of_tour,) = (text for text in texts if text.startswith("Packing report"))
+    now = line_shapes(printed)
+    in_tour = line_shapes(of_tour)
+    in_readme = line_shapes((ROOT / "README.md").read_text())  # in bf16
+    for label in ("documents", "micro-batch", "attention"):
+        assert in_readme.get(label) == now[label], f"README shows another line `{label}` than is printed"
+    for label in ("documents", "micro-batch", "attention", "data", "isolation", "first step"):
+        assert in_tour.get(label) == now[label], "the outputs are old: run `python tools/notebook.py`"
+    in_page = re.search(r"^first step +(.*)$", (ROOT / "docs/isolation.md").read_text(), re.MULTILINE)[1]
+    assert re.sub(r"\d[\d.]*(?:e[+-]\d+)?", "N", in_page) == now["first step"]
+
+
+def test_the_quickstart_trains(workplace, monkeypatch, capsys):
     (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 10
     monkeypatch.chdir(workplace)
@@ -88,6 +117,7 @@ def test_the_quickstart_trains(workplace, monkeypatch):
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B").replace("100", "8"), variables)
     assert variables["trainer"].state.global_step == 5
     assert variables["trainer"].packing_report.isolation.isolated
+    refuse_old_reports(capsys.readouterr().out)
 
 
 def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
@@ -165,6 +195,11 @@ def test_links_resolve(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_picture_is_on_a_page():
+    shown = {name for page in PAGES for name in re.findall(r"images/(\w+\.png)", page.read_text())}
+    assert shown == {file.name for file in (ROOT / "docs" / "images").iterdir()}
 
 
 def test_every_page_is_in_the_navigation():

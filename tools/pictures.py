@@ -1,12 +1,11 @@
 """docs/images/*.png, made from real data by the code they show: `python tools/pictures.py --data DIR`.
 
-DIR holds t0_p3_sample.jsonl, oasst1_en_val_threads.jsonl, qmsum_train.jsonl, gsm8k_train.jsonl and smollm2_tokenizer/.
+DIR holds t0_p3_sample.jsonl, qmsum_train.jsonl, gsm8k_train.jsonl and smollm2_tokenizer/.
 """
 
 import argparse
 import contextlib
 import io
-import tempfile
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,9 +13,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTConfig
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.cli.dry_run import planner_for
 from trl_packfix.cli.sources import load_rows
@@ -63,49 +62,17 @@ def screenshot(path: Path, renderable: object, columns: int) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def report_of(data: Path, name: str, **settings: object) -> object:
-    """The report of a run on real documents; the model is tiny and random, and the run ends after a step."""
-    tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_tokenizer")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=8192, **sizes))
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        args = SFTConfig(folder, packing=True, use_cpu=True, bf16=False, max_steps=1, report_to=[], **settings)
-        rows = load_rows(str(data / name))
-        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
-        trainer.train()
-    return trainer.packing_report
-
-
-class Recorded:
-    """A report's own `show`, as something that rich can render."""
-
-    def __init__(self, report: object):
-        self.report = report
-
-    def __rich_console__(self, console: Console, options: object):
-        recorder = Console(file=io.StringIO(), force_terminal=True, width=console.width, color_system=None)
-        self.report.show(recorder)
-        yield Text(recorder.file.getvalue().rstrip())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     data = parser.parse_args().data
     IMAGES.mkdir(exist_ok=True)
     tokenizer = str(data / "smollm2_tokenizer")
-    t0, chats, long, even = (
-        str(data / f"{name}.jsonl") for name in ("t0_p3_sample", "oasst1_en_val_threads", "qmsum_train", "gsm8k_train")
-    )
+    t0, long, even = (str(data / f"{name}.jsonl") for name in ("t0_p3_sample", "qmsum_train", "gsm8k_train"))
     flags = ["--tokenizer", tokenizer, "--batch-size", "1"]
     trl_packfix(["show", t0, *flags, "--max-length", "2048", "--world-size", "2", "--plot", f"{IMAGES}/packs.png"])
-    words = ["--max-length", "16384", "--world-size", "8", "--accumulation", "2", "--plot", f"{IMAGES}/long.png"]
-    trl_packfix(["show", t0, chats, long, *flags, *words])
 
-    settings = {"max_length": 1024, "per_device_train_batch_size": 4}
-    screenshot(IMAGES / "report.png", Recorded(report_of(data, "t0_p3_sample.jsonl", **settings)), columns=112)
-
-    config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
+    config = SFTConfig("unused", packing=True, max_length=512, per_device_train_batch_size=2, use_cpu=True, bf16=False)
     tokens, _ = tokenise(load_rows(t0), AutoTokenizer.from_pretrained(tokenizer), config)
     reader = TokenReader(tokens)
     (pack,) = first_packs(planner_for(documents_of(reader, config), config, 1, cost_model=LLAMA_7B), reader, 1)
