@@ -45,7 +45,7 @@ FIRST = {  # what people train first
     "opt": "OPT",
     "jamba": "Jamba",
 }
-SHOWN = ("model_type", "kind", "verdict", "with_kernels", "given", "error", "attention", "stock_trl", "shared")
+SHOWN = ("model_type", "kind", "stock_trl", "verdict", "with_kernels", "given", "error", "attention", "shared")
 SHOWN += ("prefixes", "images", "images_error", "images_stock", "repairs", "reason", "images_reason")
 CHOICES = ("kind", "verdict", "stock_trl")  # columns with a list of values to choose from
 FLOATS = ("error", "given", "stock_error", "prefix_error", "images_error", "images_stock_error")
