@@ -328,7 +328,7 @@ def look_up_backend(backend: str | Callable[..., Any], mode: str | None) -> Call
     """
     from torch._dynamo import lookup_backend  # imports sympy
 
-    compile_graph = lookup_backend(backend)
+    compile_graph: Callable[..., Callable[..., Any]] = lookup_backend(backend)
     if mode is None or mode == "default":
         return compile_graph
     if backend == "inductor":

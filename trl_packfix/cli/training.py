@@ -82,7 +82,7 @@ def _check_loggers(args: SFTConfig) -> None:
     """Refuse a logger of `report_to` that is not installed. transformers looks only after the model is loaded."""
     installed = get_available_reporting_integrations()
     # This list never has flyte, and has azure_ml only without mlflow.
-    missing = sorted({*args.report_to} - {*installed, "azure_ml", "flyte"})
+    missing = sorted(set(args.report_to or ()) - {*installed, "azure_ml", "flyte"})
     if missing:
         raise ValueError(
             f"`report_to: {missing[0]}` was given, and transformers has no such logger, or its package is not "
@@ -107,7 +107,9 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
             "the hub or a folder."
         )
-    adapter_names = [name for name in configs.given if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
+    adapter_names = [
+        name for name in configs.names_set if name.startswith("lora_") or name in ("use_dora", "use_rslora")
+    ]
     if adapter_names and not model_args.use_peft:
         raise ValueError(
             f"`{min(adapter_names)}` was given without `use_peft`. LoRA is off, so it would be ignored and all weights "

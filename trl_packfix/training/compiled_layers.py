@@ -136,10 +136,9 @@ class CompileLayers(TrainerCallback):
             return
         self._layers = decoder_layers(trainer.model)
         self._is_done = not self._layers
-        name = trainer.args.torch_compile_backend
-        assert name is not None  # transformers sets it with `torch_compile`
-        compile_graph = look_up_backend(name, trainer.args.torch_compile_mode)
-        self._backend = CountingBackend(compile_graph, self._layers)
+        backend = trainer.args.torch_compile_backend
+        assert backend is not None  # transformers sets "inductor"
+        self._backend = CountingBackend(look_up_backend(backend, trainer.args.torch_compile_mode), self._layers)
         compile_layers(self._layers, self._backend)
 
     def _report(self, num_compiled: int, num_graphs: int) -> None:
