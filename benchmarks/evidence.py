@@ -92,10 +92,10 @@ PARTS = {
 
 
 def time_table(names: list[str], limit: float) -> str:
-    """Return a line with the limits of parts in seconds, their sum, and the limit of all."""
+    """Return a line with the most seconds that a run takes, and with the limits of its parts."""
     limits = [PARTS[name].seconds for name in names]
     parts = ", ".join(f"{name} {seconds}" for name, seconds in zip(names, limits, strict=True))
-    return f"At most {sum(limits)} s of {limit:g}: {parts}"
+    return f"At most {min(sum(limits), limit):g} s, by the limit of all ({limit:g} s) and of each part: {parts}"
 
 
 class Record(NamedTuple):

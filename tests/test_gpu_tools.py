@@ -141,7 +141,7 @@ def test_the_parts_of_the_headline_have_time(monkeypatch):
     assert int(limit) <= 300
     table = evidence.time_table(parts.split(), int(limit))
     planned = sum(evidence.PARTS[name].seconds for name in parts.split())
-    assert table.startswith(f"At most {planned} s of {limit}: machine 5, 7b-flan ")
+    assert table.startswith(f"At most {planned} s, by the limit of all ({limit} s) and of each part: machine 5, ")
     assert planned + 30 <= int(limit)
 
 
