@@ -37,7 +37,7 @@ class FetchedBatch:
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         num_row_tokens: number of tokens on this rank, with padding.
         flops: FLOPs of forward and backward, ().
-        group: the ranks that share the pack. What all of them know of it is counted by one.
+        group: the ranks that share the pack. Numbers of the whole pack are counted by its first rank only.
     """
 
     sizes: Sizes
