@@ -89,7 +89,7 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     rows = [json.loads(line) for line in (workplace / "rows.jsonl").read_text().splitlines()[:3]]
     rows[1]["prompt"][0]["reasoning_content"] = "a thought of mine"
     (workplace / "thoughts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said = "1 of 3 rows of the {} dataset have `reasoning_content` in messages of the role `user`"
+    said = "1 of 3 rows of the {} dataset has `reasoning_content` in messages of the role `user`"
     files = {name: str(workplace / f"{name}.jsonl") for name in ("thoughts", "rows")}
     assert main(["show", files["thoughts"], "--model", str(workplace / "model"), *FLAGS]) == 0
     out = capsys.readouterr().out

@@ -158,7 +158,7 @@ REFUSED = [
     (
         {"labels": [ROWS[0], [6]]},
         {},
-        "1 rows have labels of another length.* row 1 with 2 `input_ids` and 1 `labels`.*exactly one label.*-100",
+        "1 row has labels of another length.* row 1 with 2 `input_ids` and 1 `labels`.*exactly one label.*-100",
     ),
     ({"completion_mask": [[1], [0, 1]]}, {}, "a mask of another length .* 5 `input_ids` and 1 `completion_mask`"),
     ({"completion_mask": MASK, "assistant_masks": MASK}, {}, "only one mask can be read"),

@@ -130,10 +130,19 @@ def test_documents_of_a_row_follow_each_other():
 @pytest.mark.parametrize(
     "seq_lengths, said",
     [
-        ([[2, 3], [4], [2, 2], [9]], r"row 2 is \[2, 2\] and the row has 3 tokens \(2 rows do not add up, 0 lengths"),
-        ([[5, 0], [4, 0], [3], [3]], r"row 0 is \[5, 0\] and the row has 5 tokens \(0 rows do not add up, 2 lengths"),
-        ([[5], [5, -1], [0, 3], [3]], r"row 1 is \[5, -1\] and the row has 4 tokens \(0 rows do not add up, 2 lengths"),
-        ([[5], [4], [3, 0], [9]], r"row 3 is \[9\] and the row has 3 tokens \(1 rows do not add up, 1 lengths"),
+        (
+            [[2, 3], [4], [2, 2], [9]],
+            r"row 2 is \[2, 2\] and the row has 3 tokens \(do not add up: 2 rows, below 1: 0 lengths\)",
+        ),
+        (
+            [[5, 0], [4, 0], [3], [3]],
+            r"row 0 is \[5, 0\] and the row has 5 tokens \(do not add up: 0 rows, below 1: 2 lengths\)",
+        ),
+        (
+            [[5], [5, -1], [0, 3], [3]],
+            r"row 1 is \[5, -1\] and the row has 4 tokens \(do not add up: 0 rows, below 1: 2 lengths\)",
+        ),
+        ([[5], [4], [3, 0], [9]], r"row 3 is \[9\] and the row has 3 tokens \(do not add up: 1 row, below 1: 1 length"),
     ],
 )
 def test_lengths_that_are_no_documents_of_their_row_are_refused(seq_lengths, said):

@@ -28,6 +28,7 @@ from datasets import Dataset
 from ..planning.arrays import BoolArray, Int64Array
 from ..planning.token_order import TokenOrder
 from ..samples.row import MAX_ROWS_NAMED
+from ..wording import count_of
 from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
@@ -290,10 +291,10 @@ def _table_spans(reader: RowReader) -> Documents:
             bad = int(wrong_rows[0] if len(wrong_rows) else row[wrong_lengths[0]])
             raise ValueError(
                 f"`seq_lengths` of row {bad} is {lengths[row == bad].tolist()[:MAX_ROWS_NAMED]} and the row has "
-                f"{reader.lengths[bad]} tokens ({len(wrong_rows)} rows do not add up, {len(wrong_lengths)} lengths are "
-                "below 1). "
-                "The lengths of the documents in a packed row must be positive and add up to the row. Correct "
-                "`seq_lengths`, or remove the column so that each row is one document."
+                f"{reader.lengths[bad]} tokens (do not add up: {count_of(len(wrong_rows), 'row')}, below 1: "
+                f"{count_of(len(wrong_lengths), 'length')}). The lengths of the documents in a packed row must be "
+                "positive and add up to the row. Correct `seq_lengths`, or remove the column so that each row is one "
+                "document."
             )
         # Sum the lengths over the whole table, then subtract the tokens of all rows before
         stop = np.cumsum(lengths) - np.repeat(np.cumsum(row_totals) - row_totals, documents_per_row)

@@ -30,6 +30,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArray, Int64Array
 from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
+from ..wording import count_of
 
 if TYPE_CHECKING:
     from ..layout import Compare
@@ -293,11 +294,12 @@ class TokenReader(RowReader):
             row = wrong_rows[0]
             name = targets[0]
             plural, singular, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
+            verb = "has" if len(wrong_rows) == 1 else "have"
             raise ValueError(
-                f"{len(wrong_rows)} rows have {plural} of another length than their tokens; the first is row {row} "
-                f"with {self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. Each token "
-                f"needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where a token is "
-                "not trained."
+                f"{count_of(len(wrong_rows), 'row')} {verb} {plural} of another length than the tokens; the first is "
+                f"row {row} with {self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. "
+                f"Each token needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where "
+                "a token is not trained."
             )
 
     def _open(self) -> None:
