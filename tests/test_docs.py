@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from support.features import PRESENT, needs
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, ScriptArguments
 
@@ -30,6 +31,11 @@ QUOTES = re.findall(
 )
 
 
+def needed_by(module: str) -> set[str]:
+    """Return the feature that has a module of the package, if one has it."""
+    return set(re.findall(r"^features/(\w+)", module))
+
+
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_quoted_message_exists(quote):
     assert any(quote in text for text in MESSAGES), f"no message says {quote!r}: correct docs/troubleshooting.md"
@@ -37,7 +43,7 @@ def test_a_quoted_message_exists(quote):
 
 def test_every_message_is_in_the_table_of_the_page():
     with (ROOT / "docs/messages.csv").open(newline="") as file:
-        listed = [row["message"] for row in csv.DictReader(file)]
+        listed = [row["message"] for row in csv.DictReader(file) if needed_by(row["module"]) <= PRESENT]
     assert listed == MESSAGES, "run `python tools/messages.py`"
     assert 'data-table="../messages.csv"' in TROUBLESHOOTING
 
@@ -49,7 +55,18 @@ SNIPPETS = [
 ]
 
 
-@pytest.mark.parametrize("page, code", SNIPPETS, ids=[f"{page}-{code.split()[1]}" for page, code in SNIPPETS])
+@pytest.mark.parametrize(
+    "page, code",
+    [
+        pytest.param(
+            page,
+            code,
+            id=f"{page}-{code.split()[1]}",
+            marks=needs("pack_forward") if "pack_forward" in code else (),
+        )
+        for page, code in SNIPPETS
+    ],
+)
 def test_snippets_run(page, code, capsys):
     exec(compile(code, page, "exec"), {})
     printed = capsys.readouterr().out
@@ -154,11 +171,16 @@ def test_the_readme_of_a_wing_or_a_feature_names_its_modules_and_no_others(wing)
 
 # The API reference
 
-PUBLIC = {name: getattr(trl_packfix, name) for name in trl_packfix.__all__}
+PUBLIC = {
+    name: getattr(trl_packfix, name)
+    for name, module in trl_packfix._MODULE_OF.items()
+    if needed_by(module.replace(".", "/")) <= PRESENT
+}
 
 
 def test_the_api_page_has_every_public_name():
-    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^::: trl_packfix\.(\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    listed = [f"trl_packfix.{name}" for name in listed if needed_by(name.replace(".", "/")) <= PRESENT]
     assert sorted(listed) == sorted(f"{value.__module__}.{name}" for name, value in PUBLIC.items())
 
 

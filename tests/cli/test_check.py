@@ -59,6 +59,7 @@ def test_the_table_keeps_the_promise():
 
 @needs("images")
 @gemma3_leaks
+@needs("prefixes")
 def test_a_silent_leak_is_counted(monkeypatch):
     """Plant a probe that sees no image, and attention that does not raise on the masks of images."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
+from support.features import PRESENT
 from support.launch import PROCESS_SECONDS
 from support.models import build_tokenizer
 from support.runs import all_documents, stock, trainer
@@ -146,7 +147,6 @@ REFUSED = {  # words -> the message
     "plan a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",
     "plan a.txt --max-length 8 --overlong raise": "refuses such documents",
     "plan a.txt --model model --max-length 9999": "has 4096 positions",
-    "plan a.txt --share-prefixes pack": "`--share-prefixes pack` was given with the lengths of 3 documents",
     "plan bad.txt": "as a file of lengths",
     "plan twice.csv --model model": "2 of its 3 columns have the name 'text'",
     "plan lengths.csv": "2 of its 2 columns have the name 'length'",
@@ -177,6 +177,8 @@ REFUSED = {  # words -> the message
     "prepare rows.jsonl --output new": "No tokenizer was given",
     "prepare rows.jsonl --output .": "is not empty",
 }
+if "prefixes" in PRESENT:
+    REFUSED["plan a.txt --share-prefixes pack"] = "`--share-prefixes pack` was given with the lengths of 3 documents"
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from datasets.fingerprint import Hasher
+from support.features import PRESENT, features_in
 from support.packing_settings import CHANGES, START
 from support.planners import make_epochs, rewrite
 from support.runs import trainer
@@ -247,11 +248,12 @@ def test_every_setting_has_its_own_file(tmp_path):
     documents = made(tmp_path)
     whole = planner(documents)
     files = {}
-    for name, change in CHANGES.items():
+    present = {name: change for name, change in CHANGES.items() if features_in({name: change.value}) <= PRESENT}
+    for name, change in present.items():
         changed = make_epochs(documents, **START | {name: change.value})
         files[name] = [changed.cache_file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
-    for name in [name for name, change in CHANGES.items() if change.changes == "nothing"]:
+    for name in [name for name, change in present.items() if change.changes == "nothing"]:
         assert files.pop(name) == [whole.cache_file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
     assert len(schedules | {whole.cache_file("schedule", 1)}) == len(files) + 2, "two settings with one schedule"
     groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))

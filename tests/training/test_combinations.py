@@ -214,7 +214,7 @@ def test_every_choice_is_made_and_nothing_else_is_chosen():
     every = {choice for choice in vars(of).values() if isinstance(choice, Condition)}
     named = {choice for feature in CONFLICTS for choice in (feature.choice, *feature.conflicts)}
     assert every == named == set(MADE)
-    assert len(ROWS) > 60
+    assert len(ROWS) > 50
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

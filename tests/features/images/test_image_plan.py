@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, List, load_from_disk
 from peft import LoraConfig
+from support.features import PRESENT
 from support.models import build_tokenizer
 from support.runs import trainer
 from support.vision import MESSAGES, build_model, build_processor, message, picture, rows
@@ -45,9 +46,10 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
     wanted = training.packing_report.to_dict()
     planned = wanted.keys() - {*NOT_PLANNED}
     assert {name: alone[name] for name in planned} == {name: wanted[name] for name in planned}
-    shared = printed(*words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
-    assert shared["rows"] <= 1, "no two rows have the same image"
-    assert shared["images"] == 1.0, "no two rows have the same image"
+    if "prefixes" in PRESENT:
+        shared = printed(*words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
+        assert shared["rows"] <= 1, "no two rows have the same image"
+        assert shared["images"] == 1.0, "no two rows have the same image"
     counts = np.array([len(row["images"]) for row in ROWS])
     dropped = wanted["ledger"]["dropped"]["overlong"]["documents"]
     assert 0 < dropped <= (counts == 2).sum()

@@ -641,3 +641,13 @@ def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
         assert sum(found["logged"]) == found["tokens"][0][2]
     change = (references["stock"] - start_weights()).abs().max()
     assert change > 1e-2, "nothing was trained, so nothing is compared"
+
+
+def test_without_the_folder_of_prefixes_rows_are_packed_and_share_nothing(monkeypatch):
+    monkeypatch.setattr(packed_rows, "find_folder", lambda name: None)
+    model = build_tiny_model("llama")
+    rows = packed_rows.PackedRows(model, torch.float32, "cpu", 64)
+    rows.prove(model)
+    assert rows.is_active
+    assert not rows.shares
+    rows.remove_hooks()

@@ -177,9 +177,9 @@ class PackedRows(AroundCalls):
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
             )
-        self.shares = shares
         folder = find_folder("prefixes") if shares else None  # without the folder, rows share nothing
         feature = PLAIN if folder is None else folder.FEATURE("pack")
+        self.shares = feature.is_on
         self.collate: PackedDataCollator = feature.make_collator(PackedDataCollator(), keeps_last_rows=True)
         self.packed_model = PackedModel(
             model,
