@@ -83,7 +83,7 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
         axes = learn_axes(probe, ["model"])["model"]
         documents = [probe.tokens(n) for n in (7, 20, 9)]
         before = probe.forward_packed(documents)
-        RepairedModule(model.model, axes, RepairMode(rows=False, positions=True)).install()
+        RepairedModule(model.model, axes, RepairMode(as_rows=False, gets_positions=True)).install()
         after = probe.forward_packed(documents)
     assert [len(states) for states in after] == [7, 20, 9]
     assert before[1].shape == after[1].shape
@@ -190,7 +190,7 @@ def test_documents_one_after_the_other_are_refused_where_parameters_are_sharded(
     module.weight.ds_id = 0  # as DeepSpeed marks what it has sharded
     for mode in REPAIR_MODES:
         refused = pytest.raises(ValueError, match='sharded.*on_leak="unpack"')
-        with nullcontext() if mode.rows else refused:
+        with nullcontext() if mode.as_rows else refused:
             RepairedModule(module, axes, mode)
 
 

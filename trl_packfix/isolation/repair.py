@@ -7,7 +7,9 @@ module on each batch, and join the outputs. `axes.py` has learned which axes of 
 Words: a *batch of documents* is one call of a repaired module, on documents of similar length as padded rows, or on one
 document. If parameters are sharded (ZeRO-3, FSDP), all documents are in one batch, so that all ranks make the same
 calls. A *place* names a value among the arguments or outputs of a call (`arguments.py`). The *running pack* is the
-packed forward of the whole model inside which a module is called (`attention/packed_forward.py`).
+packed forward of the whole model inside which a module is called (`attention/packed_forward.py`); it knows where the
+documents begin. `DocumentRows` has the batches of one pack, and converts tensors of the pack to tensors of a batch
+(`split`) and back (`join`), by the `TensorAxes` of the tensor: the axes that index tokens, and the axis of rows.
 """
 
 from abc import abstractmethod
@@ -31,23 +33,24 @@ from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
 from .tracing import ShiftedPositions
 
-# Beginnings of the names of arguments that pass boundaries on to kernels. A separate document has no boundaries.
+# Beginnings of the names of arguments that pass boundaries on to kernels. A document on its own has no boundaries.
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
 AroundCall = Generator[Any, Any, None]  # yields the arguments of a call, gets its output, and yields the new output
 POSITION_AXES = TensorAxes((1,), 0)  # axes of `position_ids` as the collator makes them, (1, T)
+LOGIT_AXES = TensorAxes((0,), 0)  # axes of router logits, which have the tokens of all rows on one axis
 
 
 @dataclass(frozen=True)
 class RepairMode:
     """How a repaired module runs on documents."""
 
-    rows: bool  # True: as rows of padded batches; False: one document after the other
-    positions: bool  # True: with the pack's `position_ids`; False: without any, so that the module makes its own
+    as_rows: bool  # True: as rows of padded batches; False: one document after the other
+    gets_positions: bool  # True: with the pack's `position_ids`; False: without any, so that the module makes its own
 
     def __str__(self) -> str:
-        text = "as rows of a padded batch" if self.rows else "one after the other"
-        return text if self.positions else text + ", with its own positions"
+        text = "as rows of a padded batch" if self.as_rows else "one after the other"
+        return text if self.gets_positions else text + ", with its own positions"
 
 
 REPAIR_MODES = (RepairMode(True, True), RepairMode(True, False), RepairMode(False, True), RepairMode(False, False))
@@ -83,7 +86,7 @@ class ValueOfBatches:
     values: list[Tensor]
 
     def select(self, batches: DocumentRows, index: int) -> Tensor:
-        """Return the value of batch `index` of `batches`.
+        """Return the value of batch `index` of `batches`, the batches in which the reading module runs.
 
         Raises:
             ValueError: the value was computed in other batches.
@@ -129,7 +132,8 @@ class AroundCalls(ModelHooks):
         if call is None:
             return output
         if output is None:  # the call has raised
-            return call.close()
+            call.close()
+            return None
         return call.send(output)
 
     @abstractmethod
@@ -144,7 +148,7 @@ class RepairedModule(AroundCalls):
     """Runs `module` on each document separately in packed forwards, while it is installed."""
 
     def __init__(self, module: nn.Module, axes: ModuleAxes, mode: RepairMode):
-        if not mode.rows and is_sharded(module):
+        if not mode.as_rows and is_sharded(module):
             raise ValueError(
                 f"{type(module).__name__} must run on documents one after the other, but its parameters are sharded "
                 "(ZeRO-3 or FSDP): ranks with different numbers of documents would wait for each other forever. Set "
@@ -163,34 +167,37 @@ class RepairedModule(AroundCalls):
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget: float = 0  # most padded tokens of a batch; with 0 each document is a batch of its own
-        if self.mode.rows:
+        if self.mode.as_rows:
             budget = inf if self._is_sharded else pack.num_tokens
-        batches, forwards = pack.repaired_batches(budget)
+        batches, forwards = pack.repaired_batches(budget)  # for each batch a packed forward, in which the module runs
         # 2. Run the first batch as the call that is under way, and all others in addition.
         inputs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=0)
-        num_before = len(recorded_router_logits())
+        num_logits_before = len(recorded_router_logits())  # of routers that ran before this module
         with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
         outputs = [output]
-        num_routers = len(recorded_router_logits()) - num_before
+        num_routers = len(recorded_router_logits()) - num_logits_before  # inside this module
         for index, forward in enumerate(forwards[1:], start=1):
             with packed_forward_entered(forward):
                 batch_args, batch_kwargs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=index)
                 outputs.append(module.forward(*batch_args, **batch_kwargs))
         # 3. Join the logits that routers recorded: for each router the logits of all batches become those of the pack.
         if num_routers:
-            batch_logits = recorded_router_logits()[num_before:]
+            batch_logits = recorded_router_logits()[num_logits_before:]  # of all routers for batch 0, then for batch 1
             logits_by_router = [batch_logits[i::num_routers] for i in range(num_routers)]
-            # When a checkpoint recomputes this call, no logits are recorded. So nothing may be saved for it here.
+            # When a checkpoint recomputes this call, no logits are recorded, and the tensors that the checkpoint saves
+            # must be the same. These hooks keep it from saving tensors of the join.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
-                joined_logits = [batches.join(logits, TensorAxes((0,), 0)) for logits in logits_by_router]
-                replace_router_logits(num_before, joined_logits)
+                joined_logits = [batches.join(logits, LOGIT_AXES) for logits in logits_by_router]
+                replace_router_logits(num_logits_before, joined_logits)
         # 4. Join the outputs, place by place.
         leaves, tree = output_leaves(output)
-        values_of_batches = [[value for _, value in output_leaves(batch_output)[0]] for batch_output in outputs]
+        places = [place for place, _ in leaves]
+        outputs_by_batch = [[value for _, value in output_leaves(batch_output)[0]] for batch_output in outputs]
+        outputs_by_place = zip(*outputs_by_batch, strict=True)
         joined = [
             self._join_batches(place, [*values], batches)
-            for (place, _), values in zip(leaves, zip(*values_of_batches, strict=True), strict=True)
+            for place, values in zip(places, outputs_by_place, strict=True)
         ]
         yield tree_unflatten(joined, tree)
 
@@ -206,39 +213,45 @@ class RepairedModule(AroundCalls):
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
         for place, value in leaves:
-            if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.mode.positions):
+            if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.mode.gets_positions):
                 value = None
             elif isinstance(value, ValueOfBatches):
                 value = value.select(batches, index)
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
                 axes = self.axes.inputs.get(place, POSITION_AXES if place == "position_ids" else None)
+                is_known = axes is not None or place in self.axes.inputs
                 # A scalar, such as the `num_items_in_batch` of transformers' trainer, is the same for all documents.
-                if axes is None and place not in self.axes.inputs and value.dim() > 0:
+                if not is_known and value.dim() > 0:
                     raise ValueError(
                         f"a repaired module got a tensor of shape {tuple(value.shape)} at {place}, where the leak "
                         'probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
                     )
                 value = value if axes is None else batch.split(value, axes)
-            elif place in self.axes.numbers:
+            elif place in self.axes.numbers:  # a number of tokens
                 value = batch.longest
             values.append(value)
         return tree_unflatten(values, tree)
 
     def _join_batches(self, place: str, values: list[object], batches: DocumentRows) -> object:
-        """Return the value that the pack has at a place of the output, from the values of the batches."""
+        """Return the value that the pack has at a place of the output.
+
+        Args:
+            values: the value that the module returned at this place for each batch.
+        """
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
             return batches.join(tensors, axes)
-        # Indices count the tokens of a row. They have no gradient; a reentrant checkpoint could not see the gradient of
-        # an object that is not a tensor.
+        # Integers are indices, which count the tokens of a row. They have no gradient; a reentrant checkpoint could not
+        # see the gradient of an object that is not a tensor.
         if axes is not None and not tensors[0].is_floating_point():
             return ValueOfBatches(batches, tensors)
         # Final states of rows and attention weights have no form in a pack. None makes their use raise an error.
-        return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
+        is_scalar = tensors[0].dim() == 0
+        return tensors[0] if is_scalar and len(tensors) == 1 else None
 
 
 class RestartedPositions(ModelHooks):
@@ -286,7 +299,7 @@ class RestartedPositions(ModelHooks):
 def _running_pack(module: nn.Module) -> PackedForward | None:
     """Return the packed forward whose documents this module must separate.
 
-    It is None outside of packs, and inside a repaired module, which has already separated them.
+    It is None outside of packs, and inside a repaired module, which has separated the documents already.
 
     Raises:
         ValueError: the module is recomputed in a backward that has lost the boundaries of its forward.

@@ -8,6 +8,8 @@ types.
 
 Words: a module is *repaired* by hooks that run it on each document of a pack, instead of on the pack (`repair.py`). A
 `RepairMode` is one of the ways to do that. A *site* is all modules of one class, which are repaired in the same mode.
+The *guard* is the hooks that make the boundaries of packs known inside the model (`attention/forwards.py`). If its
+`ignores_masks` is set, attention reads the boundaries only, and no mask that the model makes itself.
 """
 
 from collections.abc import Iterator
@@ -48,6 +50,9 @@ class RepairSearch:
     """Repairs the model of a probe. It may also set `ignores_masks` of the guard on the model's forward.
 
     Its methods are called inside `probe.undisturbed()`.
+
+    Args:
+        max_length: the longest document of the run, in tokens; None tests every threshold of the model.
     """
 
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
@@ -62,11 +67,11 @@ class RepairSearch:
         """Repair modules until documents are isolated and equal to themselves alone, or all options have been tried.
 
         Returns:
-            The report of the last probe.
+            The report of the last probe, which says whether the repairs have helped.
         """
         for _ in range(MAX_ROUNDS):
             # First, probe the model with its current repairs.
-            pair: RunPair | None = None
+            pair: RunPair | None = None  # two runs that show the leak most clearly
             try:
                 report, pair = judge_probe(self.probe, self.max_length)
                 verdict = "isolated" if pair is None else "leaked"
@@ -81,16 +86,16 @@ class RepairSearch:
                 continue
             # Then find the module to repair.
             if pair is not None:
-                # A leak that only the gradient shows is below the tolerance of the forwards.
-                is_seen = max(report.max_change, report.max_difference) > report.tolerance
-                leaks = report.leaks or find_leaks(self.probe, pair, report.tolerance if is_seen else 0.0)
+                # If only the gradient shows the leak, states differ by less than rounding, and any change counts.
+                states_differ = max(report.max_change, report.max_difference) > report.tolerance
+                leaks = report.leaks or find_leaks(self.probe, pair, report.tolerance if states_differ else 0.0)
                 name = leaks[0].name if leaks else None
             elif not self.guard.ignores_masks and self._masks_are_boundaries():
                 self.guard.ignores_masks = True
                 continue
             else:
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
-            if name is None and self._sites:  # e.g. only the backward pass shows the leak: the last repair is assumed
+            if name is None and self._sites:  # no forward shows the module: try the last repair in another mode
                 name = list(self._sites.values())[-1].names[0]
             agree_on_ranks(name)
             # Finally, repair it, and probe again.
@@ -114,25 +119,27 @@ class RepairSearch:
     @property
     def repairs(self) -> list[Repair]:
         """All current repairs, one for each class of modules and each way in which they run."""
-        names_by_repair: dict[tuple[str, str], list[str]] = {}
+        restarted_names: dict[tuple[str, str], list[str]] = {}  # names of modules, by their class and their repair
         for restarted in self._restarted:
-            repair = (type(restarted.module).__name__, str(restarted))
-            names_by_repair.setdefault(repair, []).append(restarted.shifted.name)
-        repairs = [Repair(kind, names[0], len(names), way) for (kind, way), names in names_by_repair.items()]
+            key = (type(restarted.module).__name__, str(restarted))
+            restarted_names.setdefault(key, []).append(restarted.shifted.name)
+        repairs = [
+            Repair(class_name, names[0], len(names), repair) for (class_name, repair), names in restarted_names.items()
+        ]
         for module_class, site in self._sites.items():
             repairs.append(Repair(module_class.__name__, site.names[0], len(site.names), str(site.mode)))
         return repairs
 
     def _masks_are_boundaries(self) -> bool:
-        """Return whether the model raises because of a mask that holds only boundaries. It runs with gradients."""
-        try:
+        """Return whether the model raises on a pack because of a mask that may only hide keys, as boundaries do."""
+        try:  # with gradients, because a mask that needs a gradient does more
             self.probe.forward_packed([self.probe.tokens(n) for n in DOCUMENT_LENGTHS], gradient=True)
         except CannotRun as error:
             return isinstance(error.__cause__, OwnMaskError) and error.__cause__.may_only_hide
         return False
 
     def _restart_positions(self) -> bool:
-        """Restart positions in each document where a module gets shifted ones, and return whether any module did."""
+        """Restart positions in each document at modules that get shifted positions, and return whether any does."""
         try:
             shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
         except CannotRun:
@@ -143,9 +150,10 @@ class RepairSearch:
         return bool(self._restarted)
 
     def _module_to_repair(self, name: str) -> str:
-        """Return the outermost repaired module that contains module `name` or, without one, a module to repair anew.
+        """Return the name of the module to repair, so that module `name` leaks no more.
 
-        The second is the module itself, or its nearest parent whose class torch does not define.
+        It is the outermost repaired module that contains module `name`, which needs another mode. If there is none, it
+        is module `name` itself, or its nearest parent whose class torch does not define.
         """
         repaired_names = [repaired_name for site in self._sites.values() for repaired_name in site.names]
         outer_names = [outer for outer in repaired_names if name == outer or name.startswith(outer + ".")]
@@ -159,7 +167,7 @@ class RepairSearch:
         return name
 
     def _repair_module(self, name: str) -> bool:
-        """Repair a module and all of its class in the next mode or, if no mode is left to try, its parent.
+        """Repair a module and all of its class in the next mode or, after the last mode, its parent in the first.
 
         Returns:
             Whether a module was repaired; False if all modes of all parents have been tried, too.
@@ -188,11 +196,11 @@ class RepairSearch:
             try:
                 axes = learn_axes(self.probe, site.names)
                 gets_positions = any("position_ids" in module_axes.inputs for module_axes in axes.values())
-                if not mode.positions and not gets_positions:  # this mode would not differ from the one with positions
+                if not mode.gets_positions and not gets_positions:  # equal to the mode before, with positions
                     continue
                 if not axes:
                     return False
-                # A run that raises may not reach all modules: the axes of the first are assumed for the whole class.
+                # A run that raises may not reach all modules. They get the axes of the first module of the class.
                 first_axes = next(iter(axes.values()))
                 repaired = [
                     RepairedModule(self._modules[name], axes.get(name, first_axes), mode) for name in site.names

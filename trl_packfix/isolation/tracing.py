@@ -3,12 +3,15 @@
 The inputs and outputs of all modules are recorded in two runs that should agree, a `RunPair` (`probe.py`). Where the
 inputs of a module agree for a document and its outputs do not, information crosses in this module. The smallest of
 these modules are returned as `Leak` records. `check_isolation.py` puts them into its report, and `search.py` repairs
-the modules. Other functions find modules that raise, that get shifted positions, or that are wrong on the part of one
-rank.
+the modules. Other functions find the module that raises, modules that get shifted positions, and modules that compute
+something else if ranks share a pack.
+
+The `Probe` draws documents (`tokens`), runs them as a pack (`forward_packed`) or one of them alone (`forward_alone`),
+and holds the model (`inner`).
 
 Words: a *place* names one value among the arguments or outputs of a call (`arguments.py`), such as "hidden_states" or
-"[0]". A *call* is one of the calls of a module in a run, by number. The *part* of a rank is the rows of a pack that it
-holds if ranks share the pack.
+"[0]". A *call* is one of the calls of a module in a run, by number. If ranks share a pack, the *part* of a rank is the
+tokens that it holds.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,10 +50,28 @@ class ShiftedPositions(NamedTuple):
 
 
 Finding = TypeVar("Finding", Leak, ShiftedPositions)
-# Tensors of one call by place: the axis that indexes tokens, and the values, reshaped to (T, values per token)
-Values = dict[str, tuple[int, Tensor]]
-Records = dict[str, list[tuple[Values, Values]]]  # by module name, the inputs and outputs of each call
-Spans = list[tuple[slice, slice]]  # tokens of the documents that both runs have, in the first and in the second run
+
+
+class TokenValues(NamedTuple):
+    """A copy of a tensor among the arguments or outputs of a call, with the values of one token in each row."""
+
+    axis: int  # the axis of the tensor that indexes tokens
+    rows: Tensor  # (T, values per token)
+
+
+Values = dict[str, TokenValues]  # the tensors among the arguments, or among the outputs, of one call, by place
+
+
+class CallRecord(NamedTuple):
+    """What a module got and returned in one call."""
+
+    inputs: Values
+    outputs: Values  # {} if the call raised
+
+
+Records = dict[str, list[CallRecord]]  # the calls of each module in a run, by the name of the module
+# For each document that both runs have, the slices of its tokens in the first and in the second run
+Spans = list[tuple[slice, slice]]
 
 
 def find_leaks(probe: Probe, pair: RunPair, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
@@ -66,15 +87,16 @@ def find_leaks(probe: Probe, pair: RunPair, tolerance: float, *, positions_only:
         for name, module in probe.inner.named_modules()
         if not positions_only or next(module.parameters(), None) is None
     }
-    # All values of a long pack may not fit on the device beside the model.
-    record = partial(_record_values, modules, positions_only=positions_only, on_host=pair.is_large)
-    first = record(_num_tokens(pair.first_documents), partial(pair.first_states, probe))
     if pair.is_alone:
         second_length = _row_length(probe, pair.second_documents[0])
     else:
         second_length = _num_tokens(pair.second_documents)
-    second = record(second_length, partial(pair.second_states, probe))
-    return _innermost([*_iterate_leaks(modules, first, second, spans=pair.common_spans, tolerance=tolerance)])
+    # All values of a long pack may not fit on the device beside the model.
+    record = partial(_record_values, modules, positions_only=positions_only, on_host=pair.is_large)
+    first_records = record(_num_tokens(pair.first_documents), partial(pair.first_states, probe))
+    second_records = record(second_length, partial(pair.second_states, probe))
+    leaks = _iterate_leaks(modules, first_records, second_records, spans=pair.common_spans, tolerance=tolerance)
+    return _innermost([*leaks])
 
 
 def _iterate_leaks(
@@ -82,30 +104,31 @@ def _iterate_leaks(
 ) -> Iterator[Leak]:
     """Yield each module with a call whose inputs agree in both records and whose outputs do not."""
     for name, module in modules.items():
+        # A run that raises has fewer calls.
         for first_call, second_call in zip(first.get(name, []), second.get(name, []), strict=False):
-            input_change = _largest_change(first_call[0], second_call[0], spans)
-            output_change = _largest_change(first_call[1], second_call[1], spans)
+            input_change = _largest_change(first_call.inputs, second_call.inputs, spans)
+            output_change = _largest_change(first_call.outputs, second_call.outputs, spans)
             if input_change <= tolerance < output_change:
                 yield Leak(name, type(module).__name__, output_change)
                 break
 
 
 def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
-    """Return the smallest modules with bit-identical inputs for a document in two packs, and different outputs.
+    """Return the smallest modules with equal inputs for a document in two packs, and with other outputs.
 
-    Only modules whose inputs are bit-identical are judged, so rounding that adds up in a deep model cannot hide a leak.
+    Inputs must be equal to the bit, so rounding that adds up in a deep model cannot hide a leak.
     Modules whose outputs change in a repeated run of the same pack are skipped.
 
     Args:
-        tolerance: relative change that rounding inside one module may cause: two units in the last place of half
-            precision, in packs of equal lengths. In such packs, a change of an eighth of a unit in more than half of a
-            token's numbers also counts as a leak, because rounding changes only few numbers.
+        pair: two packs; no document runs alone.
+        tolerance: relative change that rounding inside one module may cause. In packs of equal lengths, a sixteenth of
+            it in more than half of a token's numbers also counts as a leak, because rounding changes only few numbers.
     """
     modules = dict(probe.inner.named_modules())
     spans = pair.common_spans
     num_tokens = _num_tokens(pair.first_documents)
     # 1. Record the first pack.
-    first = _record_values(modules, num_tokens, partial(probe.forward_packed, pair.first_documents))
+    first_records = _record_values(modules, num_tokens, partial(probe.forward_packed, pair.first_documents))
 
     # 2. Repeat it, and note the calls with the same outputs. This run and the next one are compared while they run, so
     # that only the first run needs memory.
@@ -113,22 +136,24 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
     all_tokens = [(slice(None), slice(None))]
 
     def note_repeated_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
-        calls = first.get(name, [])
-        if outputs and call < len(calls) and not _largest_change(calls[call][1], outputs, all_tokens):
+        calls = first_records.get(name, [])
+        if outputs and call < len(calls) and not _largest_change(calls[call].outputs, outputs, all_tokens):
             repeatable.add((name, call))
 
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens), note_repeated_call):
         probe.forward_packed(pair.first_documents)
 
-    # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding.
+    # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding. A
+    # module that contains a changed module is not a place where a leak begins, even if its own change is larger.
     changed: dict[str, Leak] = {}
-    leaking = set()
+    leaking_names = set()
 
     def note_changed_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
         if not outputs or name in changed or (name, call) not in repeatable:
             return
-        first_inputs, first_outputs = first[name][call]
-        if not first_inputs.keys() & inputs.keys() or _largest_change(first_inputs, inputs, spans):
+        first_inputs, first_outputs = first_records[name][call]
+        has_common_inputs = first_inputs.keys() & inputs.keys()  # without them, no inputs show that nothing came in
+        if not has_common_inputs or _largest_change(first_inputs, inputs, spans):
             return
         change = _largest_change(first_outputs, outputs, spans)
         if not change:
@@ -139,19 +164,19 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
         else:  # integers are not compared: they may be positions in the pack
             leaks = _largest_change(_numeric_values(first_outputs), _numeric_values(outputs), spans) > tolerance
         if leaks:
-            leaking.add(name)
+            leaking_names.add(name)
 
     second_length = _num_tokens(pair.second_documents)
     with calls_watched(modules, partial(_by_token, num_tokens=second_length), note_changed_call):
         probe.forward_packed(pair.second_documents)
-    return [leak for leak in _innermost([*changed.values()]) if leak.name in leaking]
+    return [leak for leak in _innermost([*changed.values()]) if leak.name in leaking_names]
 
 
 def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
-    """Return the smallest modules that get the same inputs for a rank's part as for the whole pack, and differ.
+    """Return the smallest modules that compute the part of a rank differently than the same tokens of a whole pack.
 
-    Such modules read tokens of other ranks without an exchange, or would have to read them. Whole packs have been
-    tested before, so they are the reference. All ranks must call this function, and all get the same modules.
+    Their inputs agree and their outputs do not, so such a module needs tokens that other ranks hold. Whole packs have
+    been tested before, so they are the reference. All ranks must call this function, and all get the same modules.
     """
     documents = [*probe.tokens(PART_TOKENS * probe.degree).split(DOCUMENT_TOKENS)]
     modules = dict(probe.inner.named_modules())
@@ -166,7 +191,7 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
     spans = [(slice(first_token, first_token + PART_TOKENS), slice(None))]
     leaks = [*_iterate_leaks(modules, whole_records, part_records, spans=spans, tolerance=tolerance)]
     leaks_of_all_ranks = [leak for leaks_of_rank in gather_values(leaks) for leak in leaks_of_rank]
-    # For each module the last entry remains, which is the largest.
+    # Of several leaks with the name of one module, the dictionary holds the last, which has the largest change.
     largest = {leak.name: leak for leak in sorted(leaks_of_all_ranks, key=lambda leak: leak.change)}
     return _innermost([largest[name] for name in modules if name in largest])
 
@@ -180,19 +205,22 @@ def _innermost(findings: list[Finding]) -> list[Finding]:
 
 
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
-    """Return the innermost modules whose positions count up in each document, but not from where they start alone."""
+    """Return the innermost modules whose position ids start at another number in a pack than in documents alone.
+
+    Position ids count up by 1 in each document, packed and alone, and start at the same number in all documents alone.
+    """
     lengths = [len(ids) for ids in documents]
     record = partial(_record_values, dict(probe.inner.named_modules()))
-    packed_records = record(sum(lengths), partial(probe.forward_packed, documents))
-    alone_records = [record(_row_length(probe, ids), partial(probe.forward_alone, ids)) for ids in documents]
+    records_packed = record(sum(lengths), partial(probe.forward_packed, documents))
+    records_alone = [record(_row_length(probe, ids), partial(probe.forward_alone, ids)) for ids in documents]
     shifted = []
-    for name in packed_records:
-        first_inputs, _ = packed_records[name][0]
-        for place, (axis, values) in first_inputs.items():
-            if values.is_floating_point() or values.dtype == torch.bool or values.shape[1] != 1:
+    for name, calls in records_packed.items():
+        for place, (axis, values) in calls[0].inputs.items():  # the first call stands for all
+            is_integer = not values.is_floating_point() and values.dtype != torch.bool
+            if not is_integer or values.shape[1] != 1:  # position ids are one integer per token
                 continue
-            inputs_alone = [records[name][0][0].get(place) for records in alone_records if name in records]
-            positions_alone = [entry[1].flatten() for entry in inputs_alone if entry is not None]
+            inputs_alone = [records[name][0].inputs for records in records_alone if name in records]
+            positions_alone = [inputs[place].rows.flatten() for inputs in inputs_alone if place in inputs]
             if len(positions_alone) < len(documents):
                 continue
             positions_packed = values.flatten().split(lengths)
@@ -200,21 +228,23 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
                 torch.equal(positions.diff(), torch.ones_like(positions[1:]))
                 for positions in [*positions_alone, *positions_packed]
             )
-            first = {int(positions[0]) for positions in positions_alone}
-            if counts_up and len(first) == 1 and any(int(positions[0]) not in first for positions in positions_packed):
-                shifted.append(ShiftedPositions(name, place, axis, first.pop()))
+            starts_alone = {int(positions[0]) for positions in positions_alone}
+            starts_packed = {int(positions[0]) for positions in positions_packed}
+            if counts_up and len(starts_alone) == 1 and starts_packed != starts_alone:
+                shifted.append(ShiftedPositions(name, place, axis, starts_alone.pop()))
     return _innermost(shifted)
 
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     """Return the name of the innermost module that was running when the model raised on a pack, or None."""
-    raising: list[str] = []
+    raising: list[str] = []  # the outermost module first
 
-    def note_call(name: str, call: int, inputs: int, outputs: int | None) -> None:
+    def note_raising_call(name: str, call: int, inputs: int, outputs: int | None) -> None:
         if outputs is None:
             raising.append(name)
 
-    with suppress(CannotRun), calls_watched(dict(probe.inner.named_modules()), len, note_call):
+    # No values are needed. `calls_watched` notes only how many each call has.
+    with suppress(CannotRun), calls_watched(dict(probe.inner.named_modules()), len, note_raising_call):
         probe.forward_packed(documents)
     return raising[-1] if raising else None
 
@@ -230,14 +260,15 @@ def _record_values(
     """Call `run`, and return the tensors with an axis of `num_tokens` among inputs and outputs of each call.
 
     Args:
+        run: runs the model. Its result is not used.
         positions_only: record only calls that get integers, which may be positions.
         on_host: record on the CPU.
     """
     records: Records = {}
 
     def note_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
-        if not positions_only or any(not values.is_floating_point() for _, values in inputs.values()):
-            records.setdefault(name, []).append((inputs, outputs or {}))
+        if not positions_only or any(not value.rows.is_floating_point() for value in inputs.values()):
+            records.setdefault(name, []).append(CallRecord(inputs, outputs or {}))
 
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note_call):
         run()
@@ -260,14 +291,15 @@ def _is_inside(name: str, parent: str) -> bool:
 
 
 def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
-    """Return copies of the tensors with an axis of `num_tokens`, with this axis first and all others flattened."""
+    """Return copies of the tensors among some leaves that have an axis of `num_tokens` among their first four axes."""
     values_by_place = {}
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
             rows = value.detach().movedim(axis, 0).reshape(num_tokens, -1)
             # The values are copied, because the model may change the tensor in place afterwards.
-            values_by_place[place] = (axis, rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone())
+            rows = rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone()
+            values_by_place[place] = TokenValues(axis, rows)
     return values_by_place
 
 
@@ -282,8 +314,8 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
     """
     changes = []
     for place in first.keys() & second.keys():
-        before = first[place][1]
-        after = second[place][1]
+        before = first[place].rows
+        after = second[place].rows
         # A mask (T, T) has different shapes in packs of different lengths.
         if before.shape[1] != after.shape[1] or not before.numel():
             continue
@@ -303,17 +335,21 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
 
 def _numeric_values(values: Values) -> Values:
     """Return the tensors that hold real or complex numbers, without integers and masks."""
-    return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
+    return {
+        place: value for place, value in values.items() if value.rows.is_floating_point() or value.rows.is_complex()
+    }
 
 
 def _share_changed(first: Values, second: Values, spans: Spans, *, minimum: float) -> float:
     """Return the largest share of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in first.keys() & second.keys():
-        before, after = (
-            values if values.is_complex() else to_exact(values) for values in (first[place][1], second[place][1])
-        )
-        if before.shape[1] == after.shape[1] > 1:
+        before = first[place].rows
+        after = second[place].rows
+        if not before.is_complex():
+            before = to_exact(before)
+            after = to_exact(after)
+        if before.shape[1] == after.shape[1] > 1:  # a share of one number would say nothing
             for first_span, second_span in spans:
                 old = before[first_span]
                 is_changed = (old - after[second_span]).abs() > minimum * old.abs()
