@@ -201,15 +201,15 @@ def test_all_columns_of_documents_are_mapped(tmp_path):
     documents = made(tmp_path)
     order = np.arange(2000)
     columns = {name: order * i for i, name in enumerate(DOCUMENT_ARRAYS[4:])}
-    documents = replace(documents, tokens=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
+    documents = replace(documents, token_order=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
     rewrite(documents.file, documents.to_arrays())
     read = Documents.from_arrays(read_arrays(documents.file), documents.file)
-    for one, other in [(read.tokens, documents.tokens), (read, documents)]:
+    for one, other in [(read.token_order, documents.token_order), (read, documents)]:
         for name, values in vars(other).items():
             if isinstance(values, np.ndarray):
                 assert is_mapped(getattr(one, name))
                 assert np.array_equal(getattr(one, name), values)
-            elif name != "tokens":
+            elif name != "token_order":
                 assert getattr(one, name) == values
     assert is_mapped(read.lengths)
 

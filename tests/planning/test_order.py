@@ -78,7 +78,7 @@ def documents_of(lengths: np.ndarray, strategy: str = "stream", shares: bool = F
     if shares:
         common = np.where(np.arange(num) % 3, np.minimum(lengths, np.roll(lengths, 1)) - 1, 0)
         tokens = TokenOrder(np.arange(num), common)
-    return Documents(np.arange(num), zero, lengths, lengths - 1, Ledger(), block, tokens=tokens)
+    return Documents(np.arange(num), zero, lengths, lengths - 1, Ledger(), block, token_order=tokens)
 
 
 @pytest.mark.parametrize("num", [300, 1000, 4000, 40_000])

@@ -83,7 +83,7 @@ def cached_documents(
     The arguments up to `keep_untrained` are the arguments of `make_documents`.
 
     Args:
-        feature: the feature of the run, which may sort the documents by their tokens (`Documents.tokens`).
+        feature: the feature of the run, which may sort the documents by their tokens (`Documents.token_order`).
     """
     settings: dict[str, Any] = {
         "max_length": max_length,
@@ -96,7 +96,7 @@ def cached_documents(
     def make_arrays() -> Arrays:
         documents = make_documents(reader, **settings)
         tokens = None if feature is None else feature.sort_tokens(reader, documents)
-        return replace(documents, fingerprint=_hash_documents(reader, documents), tokens=tokens).to_arrays()
+        return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=tokens).to_arrays()
 
     key_settings = settings | {"sorts_tokens": True} if feature is not None and feature.regroups else settings
     file = _cache_file(reader, "spans", key_settings)

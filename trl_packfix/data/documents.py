@@ -1,14 +1,15 @@
 """Decide which spans of the tokenised table are documents, and count what is cut, split and dropped.
 
-A `RowReader` (`reader.py`, or that of a feature) gives the lengths and labels of the rows. Here they
-become `Documents`, arrays of spans, which are planned into packs (`epochs.py`) and read (`loaders.py`). Documents are
-cut, split, dropped and counted only in this module.
+A `RowReader` (`reader.py`) gives the lengths and labels of the rows. `make_documents` makes `Documents` of them, which
+are arrays of spans. `EpochPlanner` (`epochs.py`) plans these documents into packs, and the loaders (`loaders.py`) read
+their tokens. Documents are cut, split, dropped and counted only in this module.
 
 Words:
     document       one training example as the model sees it: the tokens from `start` to `stop` of one row (a span).
                    Cutting and splitting change spans. No token is rewritten.
+    pack           documents that pass through the model together.
     trained token  a token whose label is not -100 and which is not the first token of its document.
-    ledger         the counts of documents and tokens that were given, kept, truncated, split or dropped.
+    ledger         the counts of all documents and tokens, and of those that were kept, truncated, split or dropped.
     fragment       one of several documents that were made from one long document.
     block          with the strategy `wrapped`, all documents are concatenated and cut every `max_length` tokens. The
                    tokens between two cuts are a block.
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
 IMAGE_ARRAYS = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
-DOCUMENT_ARRAYS = ("row", "start", "stop", "trained", "block", *IMAGE_ARRAYS)  # attributes of `Documents`, shape (N,)
+DOCUMENT_ARRAYS = ("row", "start", "stop", "trained", "block", *IMAGE_ARRAYS)  # the attributes that have shape (N,)
 
 
 @dataclass
@@ -67,9 +68,9 @@ class Ledger:
 
     @property
     def lost_trained_tokens(self) -> int:
-        """Number of given trained tokens that will not be trained.
+        """Number of trained tokens of the table that will not be trained.
 
-        They were cut off or dropped, or are the first token of a later fragment.
+        They were cut off or dropped, or have become the first token of a later fragment.
         """
         return self.given.trained_tokens - self.kept.trained_tokens
 
@@ -83,7 +84,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Ledger":
-        """Return the ledger that `to_dict` has converted to `values`."""
+        """Return the ledger whose `to_dict()` is `values`."""
         counts = {name: DocumentCounts(**values[name]) for name in ("given", "kept", "truncated", "split")}
         dropped = {reason: DocumentCounts(**count) for reason, count in values["dropped"].items()}
         return cls(**counts, fragments=values["fragments"], dropped=dropped)
@@ -97,22 +98,25 @@ class Ledger:
 class Documents:
     """N documents as spans of a table, in the order of the table. Arrays have the shape (N,)."""
 
-    row: Int64Array
+    row: Int64Array  # row of the table that holds the document
     start: Int64Array  # first token of the document, counted inside its row
     stop: Int64Array  # the token behind the last token of the document
     trained: Int64Array  # number of trained tokens
-    ledger: Ledger
+    ledger: Ledger  # counts of the table; documents that are made of these documents share it, and add to it
     block: Int64Array | None = None  # index of the block that holds the document; None if the strategy cuts no blocks
-    tokens: TokenOrder | None = None  # the documents sorted by their tokens, if planning needs it
-    # The following arrays are None if the rows have no images
+    # The order of the documents by their tokens. None if no feature plans documents that begin alike together
+    token_order: TokenOrder | None = None
+    # The following arrays, up to `image_stop`, are None if the rows have no images
     image_count: Int64Array | None = None  # number of images
     image_values: Int64Array | None = None  # number of values in the processed images, which the vision tower reads
-    # Sum of squares of the number of values of each image, or of each tile that the vision tower reads separately. The
-    # cost of attention in the tower grows with it
+    # Cost of the tower's attention: the square of an image's number of values, summed over the images of the document.
+    # If the tower reads tiles of an image separately, each tile counts as an image
     image_squares: Int64Array | None = None
     image_start: Int64Array | None = None  # first token of the first image in the document; 0 without an image
     image_stop: Int64Array | None = None  # the token behind the last image in the document; 0 without an image
-    fingerprint: str = ""  # hashes by which a restart compares the documents; empty if they were only counted
+    # Hashes of the documents. A restart compares them, to find out whether the data has changed. Empty if the documents
+    # were only counted
+    fingerprint: str = ""
     file: Path | None = None  # the cache file of the documents; plans are cached beside it
 
     def __len__(self) -> int:
@@ -138,26 +142,27 @@ class Documents:
         return self.select(~mask)
 
     def select(self, mask: BoolArray) -> "Documents":
-        """Return the documents under a mask of shape (N,). They are numbered anew from 0, and share this ledger."""
+        """Return the documents under a mask of shape (N,), numbered from 0. They have the same ledger."""
         arrays = {name: getattr(self, name) for name in DOCUMENT_ARRAYS}
         selected: dict[str, Any] = {name: None if values is None else values[mask] for name, values in arrays.items()}
-        tokens = self.tokens
-        if tokens is not None:
+        token_order = self.token_order
+        if token_order is not None:
+            # `within` omits the documents of group -1
+            token_order = token_order.within(np.where(mask, 0, -1))
             new_number = np.cumsum(mask) - 1
-            tokens = tokens.within(np.where(mask, 0, -1))
-            tokens = TokenOrder(new_number[tokens.order], tokens.common)
+            token_order = TokenOrder(new_number[token_order.order], token_order.common)
         file = self.file
         if file is not None:
             # The selection is not cached, but its plans are cached under a name that depends on the mask
             digest = hashlib.sha256(np.packbits(mask).data).hexdigest()
             file = file.with_name(f"{file.stem}-{digest[:16]}{file.suffix}")
-        return replace(self, **selected, tokens=tokens, file=file)
+        return replace(self, **selected, token_order=token_order, file=file)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Convert all attributes except `file` to flat arrays of numbers, for a cache file. Text becomes its bytes."""
+        """Return all attributes except `file` as flat arrays of numbers, for a cache file. Text becomes its bytes."""
         arrays = {name: getattr(self, name) for name in DOCUMENT_ARRAYS}
-        if self.tokens is not None:
-            arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
+        if self.token_order is not None:
+            arrays |= {"token_order": self.token_order.order, "common_tokens": self.token_order.common}
         arrays["lengths"] = self.lengths
         for name, text in (("ledger", json.dumps(self.ledger.to_dict())), ("fingerprint", self.fingerprint)):
             arrays[name] = np.frombuffer(text.encode(), np.uint8)
@@ -165,12 +170,14 @@ class Documents:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
-        """Return the documents that `to_arrays` has converted to `arrays`."""
+        """Return the documents whose `to_arrays()` are `arrays`, with the cache file that holds these arrays."""
         ledger, fingerprint = (arrays[name].tobytes().decode() for name in ("ledger", "fingerprint"))
-        tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
+        token_order = None
+        if "token_order" in arrays:
+            token_order = TokenOrder(arrays["token_order"], arrays["common_tokens"])
         columns = {name: arrays[name] for name in DOCUMENT_ARRAYS if name in arrays}
         counts = Ledger.from_dict(json.loads(ledger))
-        documents = cls(ledger=counts, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
+        documents = cls(ledger=counts, fingerprint=fingerprint, file=file, token_order=token_order, **columns)
         # Set the cached property: the mapped array of the file is shared by all processes of the node
         documents.__dict__["lengths"] = arrays["lengths"]
         return documents
@@ -199,7 +206,8 @@ def make_documents(
         wrapped: concatenate all documents and cut the concatenation every `max_length` tokens, as TRL's `wrapped`.
             Each fragment becomes a document, and `block` is the index of its block. `overlong` is not used.
         keep_untrained: keep documents without a trained token, for evaluation and prediction.
-        may_be_empty: allow that no document remains, for a part of a stream.
+        may_be_empty: return no documents, in place of an error, if none remains. A stream is read in small tables, some
+            of which may have no document.
 
     Raises:
         ValueError: no document remains, a document is refused by `overlong="raise"`, `seq_lengths` do not match the
@@ -217,6 +225,7 @@ def make_documents(
         spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
         if overlong == "truncate":
+            # Truncating would cut through an image of these documents. Evaluation and prediction need all rows
             spans = reader.drop_undividable(spans, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
@@ -235,7 +244,7 @@ def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) ->
     Args:
         ledger: counts of the documents that were dropped.
         counted: the beginning of the message, a clause that says which rows were counted.
-        max_length: the setting, for the message.
+        max_length: the setting, which the message names.
 
     Raises:
         ValueError: always.
@@ -254,8 +263,8 @@ def drop_untrained(dataset: Dataset, num_rows: int, max_length: int | None) -> D
 
     Args:
         dataset: the tokenised rows, cut to `max_length` already.
-        num_rows: number of rows before tokenisation, which may have dropped rows without a trained token already.
-        max_length: the setting, for the message.
+        num_rows: number of rows before tokenisation. Tokenisation may have dropped rows without a trained token.
+        max_length: the setting, which the message of the error names.
 
     Raises:
         ValueError: no row has a trained token.
@@ -327,7 +336,7 @@ def _split_documents(
     start = document_start + fragment_start
     stop = document_start + fragment_stop
     fragments = replace(spans, row=row, start=start, stop=stop, trained=np.repeat(spans.trained, num_fragments))
-    # Only the fragments of split documents have other trained tokens than before
+    # Only split documents must be counted anew: the first token of each fragment is not trained
     is_split = num_fragments > 1
     changed = np.repeat(is_split, num_fragments)
     fragments.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
@@ -341,7 +350,7 @@ def _split_documents(
 def _apply_overlong(
     spans: Documents, reader: RowReader, max_length: int, *, overlong: Overlong, truncation_mode: str
 ) -> Documents:
-    """Apply the setting `overlong` to the documents of more than `max_length` tokens, see `make_documents`."""
+    """Cut, split, drop or refuse the documents of more than `max_length` tokens, see `make_documents`."""
     is_long = spans.lengths > max_length
     if not is_long.any():
         return spans
@@ -360,18 +369,8 @@ def _apply_overlong(
         fragment_start = _index_in_group(num_fragments) * max_length
         return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
     if overlong == "split":
-        # No image is cut, so the places of the cuts depend on the row. A document with an image of more than
-        # `max_length` tokens has no such places and is dropped.
-        edges_of_documents = [
-            reader.find_cuts(row, max_length) if length > max_length else [0, length]
-            for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
-        ]
-        spans = spans.drop(np.array([edges is None for edges in edges_of_documents]), "overlong")
-        edges_of_remaining = [edges for edges in edges_of_documents if edges is not None]
-        num_fragments = np.array([len(edges) - 1 for edges in edges_of_remaining], dtype=np.int64)
-        fragment_start = np.array([edge for edges in edges_of_remaining for edge in edges[:-1]], dtype=np.int64)
-        return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
-    # Truncate
+        return _split_between_images(spans, reader, max_length)
+    # The setting is "truncate"
     start = spans.start.copy()
     stop = spans.stop.copy()
     if truncation_mode == "keep_start":
@@ -387,6 +386,23 @@ def _apply_overlong(
         before.documents, before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
     )
     return truncated
+
+
+def _split_between_images(spans: Documents, reader: RowReader, max_length: int) -> Documents:
+    """Split the documents of more than `max_length` tokens, each of which is a row, so that no image is cut.
+
+    A document with an image that does not fit into a fragment is dropped.
+    """
+    # The edges of a document are the places where it begins, is cut, and ends
+    edges_of_documents = [
+        reader.find_cuts(row, max_length) if length > max_length else [0, length]
+        for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
+    ]
+    spans = spans.drop(np.array([edges is None for edges in edges_of_documents]), "overlong")
+    edges_of_remaining = [edges for edges in edges_of_documents if edges is not None]
+    num_fragments = np.array([len(edges) - 1 for edges in edges_of_remaining], dtype=np.int64)
+    fragment_start = np.array([edge for edges in edges_of_remaining for edge in edges[:-1]], dtype=np.int64)
+    return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
 
 
 def _cut_into_blocks(spans: Documents, reader: RowReader, max_length: int) -> Documents:

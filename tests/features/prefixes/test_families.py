@@ -254,7 +254,7 @@ def chats(num=60, seed=0, beginning=20, longest=250):
 def sorted_documents(tokens, max_length=256, **columns):
     reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], **columns}))
     documents = make_documents(reader, max_length)
-    return reader, replace(documents, tokens=token_order(reader, documents), fingerprint="of a test")
+    return reader, replace(documents, token_order=token_order(reader, documents), fingerprint="of a test")
 
 
 TOKENS = chats()
@@ -315,8 +315,8 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     reader, documents = sorted_documents(tokens, labels=labels)
     spans = documents.row, documents.start, documents.stop
     assert reader.labels_are_tokens(*spans).tolist() == [False, True, True, True]
-    assert documents.tokens.order.tolist() == [2, 1, 3, 0]
-    assert documents.tokens.common.tolist() == [0, 50, 40, 0]
+    assert documents.token_order.order.tolist() == [2, 1, 3, 0]
+    assert documents.token_order.common.tolist() == [0, 50, 40, 0]
     # labels in another place of their buffer than tokens
     values = pa.array(np.concatenate([np.full(3, -100), *labels]))
     ends = np.cumsum([3, *(len(each) for each in labels)]).astype(np.int32)

@@ -59,7 +59,7 @@ def find_pieces(monkeypatch, strategy, epochs, **settings):
     monkeypatch.setattr(families, "make_family_pieces", make_pieces)
     lengths = np.full(10, 10)
     tokens = TokenOrder(np.arange(10), np.full(10, 5))
-    documents = Documents(np.arange(10), 0 * lengths, lengths, lengths - 1, Ledger(), tokens=tokens)
+    documents = Documents(np.arange(10), 0 * lengths, lengths, lengths - 1, Ledger(), token_order=tokens)
     planner = make_epochs(documents, strategy, batch_size=2, accumulation=2, **settings)
     return [planner.units(epoch) for epoch in epochs], given
 

@@ -238,7 +238,7 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     run.data.source.reader.end_common = lambda rows, start, common: common
     documents = run.data.source.documents
     tokens = token_order(run.data.source.reader, documents)
-    assert (tokens.common > documents.tokens.common).sum() > 3, "no two documents part behind an image"
+    assert (tokens.common > documents.token_order.common).sum() > 3, "no two documents part behind an image"
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])

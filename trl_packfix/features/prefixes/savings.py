@@ -125,7 +125,7 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     if setting == "pack":
         return PrefixSavings(setting)
     schedule = planner.schedule(0)
-    tokens = planner.documents.tokens
+    tokens = planner.documents.token_order
     pieces = planner.units()
     assert tokens is not None
     assert isinstance(pieces, Pieces)

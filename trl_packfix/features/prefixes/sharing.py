@@ -72,7 +72,7 @@ class PrefixSharing(Feature):
             return units
         from .families import make_family_pieces
 
-        tokens = planner.documents.tokens
+        tokens = planner.documents.token_order
         assert tokens is not None, "documents are not sorted by their tokens"
         if step_of_documents is None:
             return make_family_pieces(planner, tokens)
