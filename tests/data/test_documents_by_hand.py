@@ -233,27 +233,27 @@ def test_counts_are_saved_with_all_arrays():
     arrays = {name: np.arange(2) + i for i, name in enumerate(module.DOCUMENT_ARRAYS)}
     tokens = TokenOrder(np.array([1, 0]), np.array([0, 2]))
     ledger = Ledger(*(counts_of(i, i + 1, i + 2) for i in range(4)), fragments=9, dropped={"empty": counts_of(1, 2, 3)})
-    documents = Documents(**arrays, ledger=ledger, tokens=tokens, fingerprint="abc")
+    documents = Documents(**arrays, ledger=ledger, token_order=tokens, fingerprint="abc")
     again = Documents.from_arrays(documents.to_arrays())
     assert again.ledger == ledger
     assert ledger.to_dict()["lost_trained_tokens"] == 2 - 3
     assert again.fingerprint == "abc"
     assert again.lengths.tolist() == documents.lengths.tolist()
-    assert (again.tokens.order.tolist(), again.tokens.common.tolist()) == ([1, 0], [0, 2])
+    assert (again.token_order.order.tolist(), again.token_order.common.tolist()) == ([1, 0], [0, 2])
     for name, values in arrays.items():
         assert getattr(again, name).tolist() == values.tolist()
     few = Documents(*(np.arange(2),) * 4, Ledger())
     assert few.to_arrays().keys() == {"row", "start", "stop", "trained", "lengths", "ledger", "fingerprint"}
     again = Documents.from_arrays(few.to_arrays())
-    assert again.tokens is None
+    assert again.token_order is None
     assert again.image_start is None
 
 
 def test_a_selection_has_its_documents_and_their_order():
     tokens = TokenOrder(np.array([3, 0, 2, 1]), np.array([0, 5, 3, 4]))
-    documents = Documents(*(np.arange(4),) * 4, Ledger(), tokens=tokens)
+    documents = Documents(*(np.arange(4),) * 4, Ledger(), token_order=tokens)
     found = documents.select(np.array([True, False, False, True]))
     assert found.row.tolist() == [0, 3]
-    assert (found.tokens.order.tolist(), found.tokens.common.tolist()) == ([1, 0], [0, 5])
+    assert (found.token_order.order.tolist(), found.token_order.common.tolist()) == ([1, 0], [0, 5])
     found = documents.select(np.array([False, True, True, True]))
-    assert (found.tokens.order.tolist(), found.tokens.common.tolist()) == ([2, 1, 0], [0, 3, 4])
+    assert (found.token_order.order.tolist(), found.token_order.common.tolist()) == ([2, 1, 0], [0, 3, 4])

@@ -127,7 +127,7 @@ def _hash_documents(reader: RowReader, documents: Documents) -> str:
             values_to_hash += [span["input_ids"], span["labels"]]
         for first in range(0, len(documents), DOCUMENTS_AT_ONCE):
             block = slice(first, first + DOCUMENTS_AT_ONCE)
-            sampled_tokens = reader.read_evenly(
+            sampled_tokens = reader.read_spaced_tokens(
                 documents.row[block], documents.start[block], documents.stop[block], num=NUM_SAMPLED_TOKENS
             )
             sample_hash.update(sampled_tokens.data)

@@ -2,8 +2,8 @@
 
 TRL tokenises the dataset to a table with `input_ids`, and often with `labels` or a mask of the trained tokens.
 `TokenReader` reads this table. `documents.py` asks it for the lengths of the rows and their numbers of labels, and
-`DocumentDataset` (`loaders.py`) reads the tokens of a batch. For other tables a feature has a reader with
-the same methods.
+`DocumentDataset` (`loaders.py`) reads the tokens of a batch. A table with images has another reader, `ImageRows`
+(`features/images/rows.py`), with the same methods.
 
 A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader holds the buffers, and the offsets of the rows
 in them. Reading a span is then one numpy slice, without a copy and without Python lists.
@@ -11,7 +11,9 @@ in them. Reading a span is then one numpy slice, without a copy and without Pyth
 Words:
     span    the tokens from `start` to `stop` of one row. A document is a span; several documents may be in one row.
     label   the token that is trained at a position, or -100 (`IGNORE_INDEX`). Here a label is not shifted: the label of
-            a position is its own token.
+            a position is the token of this position.
+    turn    an answer of the assistant in a conversation, with the messages before it. With `per_turn` each turn is a
+            row of the table, so that a conversation, a row of the dataset, becomes several rows of the table.
     chunk   one of the buffers that hold a column. Each chunk holds consecutive rows of the table.
 """
 
@@ -50,14 +52,16 @@ class RowReader(ABC):
 
     lengths: Int64Array  # number of tokens of each row
     cuts_anywhere = True  # whether a row can be split at any token; otherwise `find_cuts` says where
-    image_stops: Int64Array | None = None  # index behind the last token of an image; 0 in a row without images
-    image_counts: Int64Array | None = None  # number of images
-    # The function that gives what is compared of each document to find common beginnings; None compares the tokens
+    image_stops: Int64Array | None = None  # the token behind the last image of each row; 0 in a row without images
+    image_counts: Int64Array | None = None  # number of images of each row
+    # A function that returns, for documents, the numbers to compare in place of their tokens when a collator looks for
+    # common beginnings. None if tokens can be compared
     compare: "Compare | None" = None
-    # The row of the dataset that each row of this table was made of, if rows of this table are turns with images
+    # The row of the dataset from which each row of the table was made. None if rows are not divided into turns, or have
+    # no images
     conversations: Int64Array | None = None
-    turns: PerTurnCounts | None = None  # counts of the turns, if rows of this table are turns
-    _table: Dataset
+    turns: PerTurnCounts | None = None  # counts of the turns. None if rows are not divided into turns
+    _table: Dataset  # the table that is read; it has R rows
 
     def __len__(self) -> int:
         return len(self._table)
@@ -77,40 +81,49 @@ class RowReader(ABC):
         return bad_row_mask(self._table)
 
     def digests(self, rows: Int64Array) -> bytes | None:
-        """Return the joined hashes of the contents of rows with images; None if rows hold tokens only."""
+        """Return a hash of the tokens and images of each row, one behind the other; None if rows hold tokens only."""
         return None
 
     def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
-        """Return the arrays of `Documents` that describe the images of each span, by attribute; {} without images."""
+        """Return the arrays of `Documents` that describe the images of each span, by their name; {} without images."""
         return {}
 
     def find_cuts(self, row: int, max_length: int) -> list[int] | None:
-        """Return the places where a row is cut into fragments of at most `max_length` tokens; None if it cannot be.
+        """Return the places where a row is cut into fragments of at most `max_length` tokens, without cutting an image.
 
         Returns:
-            The places, from 0 to the number of tokens of the row.
+            The places, from 0 to the number of tokens of the row. None if an image is too long for a fragment. It is
+            not called if the reader `cuts_anywhere`.
         """
         return None
 
     def report_section(self, planner: Any) -> Any:
-        """Return what a report says of the content of documents beside tokens, for an `EpochPlanner`; None of text."""
+        """Return the section of a report on images, for an `EpochPlanner`; None if rows hold tokens only."""
         return None
 
     def drop_undividable(self, spans: T, max_length: int, *, needs_all_rows: bool) -> T:
-        """Drop those of some `Documents` that cannot be truncated to `max_length` tokens.
+        """Drop the documents that cannot be truncated to `max_length` tokens, because this would cut an image.
 
         Args:
-            needs_all_rows: raise a ValueError instead, because evaluation has a result for every row.
+            spans: `Documents` (`documents.py`, which imports this module).
+            needs_all_rows: raise a ValueError if there is such a document, because evaluation has a result for every
+                row.
+
+        Returns:
+            The other documents. They were counted as dropped in the ledger.
         """
         return spans
 
     @property
     def comparison_reader(self) -> "TokenReader":
-        """The reader of the tokens of all rows by which documents are compared; equal tokens mean equal content."""
+        """The reader of the numbers by which documents are sorted to find common beginnings.
+
+        It has the rows of this reader. Equal numbers mean equal content: a number is a token, or stands for an image.
+        """
         raise NotImplementedError
 
-    def end_common(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        """Shorten the common beginnings of documents that would end where no document may be divided.
+    def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+        """Shorten the common beginnings that end inside an image.
 
         Args:
             rows: the row of each document, shape (N,).
@@ -155,7 +168,8 @@ def mask_columns(dataset: Dataset) -> list[str]:
 def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
     """Remove a `completion_mask` that TRL would not read.
 
-    TRL reads it if `completion_only_loss` is True, and for None if the dataset has `prompt` and `completion`.
+    TRL reads the mask if `completion_only_loss` is True. If it is None, TRL reads the mask if the dataset has the
+    columns `prompt` and `completion`.
     """
     if completion_only_loss is None:
         completion_only_loss = {"prompt", "completion"} <= {*dataset.column_names}
@@ -226,15 +240,15 @@ class _ListColumn:
         """Yield rows of the dataset chunk by chunk.
 
         Yields:
-            For each chunk with at least one of the rows: all values of the chunk; the places in `rows` of the rows in
-            this chunk, shape (n,); and the offsets of these rows in the values, shape (n,).
+            For each chunk that holds n of the rows, n > 0: all values of the chunk; where these n rows stand in `rows`,
+            shape (n,); and where they begin in the values, shape (n,).
         """
         rows = rows if self.indices is None else self.indices[rows]
         chunk_of_row = np.searchsorted(self.first_rows, rows, side="right") - 1
-        by_chunk = np.argsort(chunk_of_row, kind="stable")
-        bounds = np.searchsorted(chunk_of_row[by_chunk], np.arange(len(self.values) + 1))
+        order = np.argsort(chunk_of_row, kind="stable")
+        bounds = np.searchsorted(chunk_of_row[order], np.arange(len(self.values) + 1))
         for chunk, values in enumerate(self.values):
-            places = by_chunk[bounds[chunk] : bounds[chunk + 1]]
+            places = order[bounds[chunk] : bounds[chunk + 1]]
             if len(places):
                 offsets = self.offsets[chunk][rows[places] - self.first_rows[chunk]]
                 yield values, places, offsets.astype(np.int64)
@@ -243,8 +257,9 @@ class _ListColumn:
 class TokenReader(RowReader):
     """Reads spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
 
-    Missing labels are computed while reading and never stored. The label of each token is the token itself. If the
-    dataset has a `completion_mask` or `assistant_masks`, the label of a token under a 0 is -100.
+    If the dataset has no `labels`, they are computed while reading and never stored. The label of each token is then
+    the token itself. If the dataset has a `completion_mask` or `assistant_masks`, the label is -100 where the mask is
+    0.
 
     Selected and shuffled datasets are read through their indices. Memory-mapped datasets stay on disk. A pickled reader
     holds the path of the dataset, not the tokens.
@@ -277,33 +292,34 @@ class TokenReader(RowReader):
                 f"The dataset has the columns {dataset.column_names} and no `input_ids`. Packing works on tokenised "
                 "rows. Do not set `skip_prepare_dataset`, or provide `input_ids` (and `labels`) yourself."
             )
-        targets = ["labels"] if "labels" in dataset.column_names else mask_columns(dataset)
-        if len(targets) > 1:
+        label_names = ["labels"] if "labels" in dataset.column_names else mask_columns(dataset)
+        if len(label_names) > 1:
             raise ValueError(
-                f"The dataset has the columns {targets} and no `labels`. A token is trained where both masks are 1, "
-                "but only one mask can be read. Add `labels` (-100 where a token is not trained), or leave "
+                f"The dataset has the columns {label_names} and no `labels`. A token is trained where both masks are "
+                "1, but only one mask can be read. Add `labels` (-100 where a token is not trained), or leave "
                 "`skip_prepare_dataset` unset so that they are built."
             )
-        names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW_COLUMN) if name in dataset.column_names)]
+        further_names = [name for name in ("seq_lengths", BAD_ROW_COLUMN) if name in dataset.column_names]
+        names = [column, *label_names, *further_names]
         self._table = dataset.select_columns(names)
         self._open()
-        if self._targets is None:
+        if self._label_source is None:
             return
-        wrong_rows = np.flatnonzero(self._targets.lengths != self._tokens.lengths)
+        wrong_rows = np.flatnonzero(self._label_source.lengths != self._tokens.lengths)
         if len(wrong_rows):
             row = wrong_rows[0]
-            name = targets[0]
+            name = label_names[0]
             plural, singular, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
             verb = "has" if len(wrong_rows) == 1 else "have"
             raise ValueError(
                 f"{count_of(len(wrong_rows), 'row')} {verb} {plural} of another length than the tokens; the first is "
-                f"row {row} with {self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. "
+                f"row {row} with {self._tokens.lengths[row]} `input_ids` and {self._label_source.lengths[row]} `{name}`. "
                 f"Each token needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where "
                 "a token is not trained."
             )
 
     def _open(self) -> None:
-        """Find the buffers of the columns of `_table`. Its first column holds the tokens."""
+        """Find the buffers of the columns of `_table`, whose first column holds the tokens."""
         # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
         mapping = self._table._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
@@ -311,8 +327,8 @@ class TokenReader(RowReader):
         columns = {name: _ListColumn(name, self._table.data.column(name), indices) for name in names}
         self._tokens = columns[self._table.column_names[0]]
         self._has_labels = "labels" in columns
-        # The column of labels or the mask; None if all tokens are trained
-        self._targets = next((columns[name] for name in ("labels", *MASK_COLUMNS) if name in columns), None)
+        # The column from which labels are made: the labels, or a mask. None if all tokens are trained
+        self._label_source = next((columns[name] for name in ("labels", *MASK_COLUMNS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -334,8 +350,9 @@ class TokenReader(RowReader):
         if self._seq_lengths is None:
             return None
         documents_per_row = self._seq_lengths.lengths
-        lengths = [self._seq_lengths.read(row, 0, num) for row, num in enumerate(documents_per_row)]
-        return documents_per_row, np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64, copy=False)
+        lengths_of_rows = [self._seq_lengths.read(row, 0, num) for row, num in enumerate(documents_per_row)]
+        lengths = np.concatenate([np.zeros(0, np.int64), *lengths_of_rows])
+        return documents_per_row, lengths.astype(np.int64, copy=False)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return the `input_ids` and the `labels` of one span, both of shape (stop - start,).
@@ -344,48 +361,54 @@ class TokenReader(RowReader):
         trained, `labels` is the same array as `input_ids`.
         """
         tokens = self._tokens.read(row, start, stop)
-        if self._targets is None:
+        if self._label_source is None:
             return {"input_ids": tokens, "labels": tokens}
-        targets = self._targets.read(row, start, stop)
-        if not self._has_labels:
-            targets = np.where(targets != 0, tokens, np.int64(IGNORE_INDEX))
-        return {"input_ids": tokens, "labels": targets}
+        labels_or_mask = self._label_source.read(row, start, stop)
+        if self._has_labels:
+            return {"input_ids": tokens, "labels": labels_or_mask}
+        return {"input_ids": tokens, "labels": np.where(labels_or_mask != 0, tokens, np.int64(IGNORE_INDEX))}
 
-    def read_block(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, width: int) -> npt.NDArray[np.uint32]:
-        """Return the first `width` tokens of each span, to sort documents by their bytes.
+    def read_first_tokens(
+        self, row: Int64Array, start: Int64Array, stop: Int64Array, *, width: int
+    ) -> npt.NDArray[np.uint32]:
+        """Return the first `width` tokens of each span, from which `features/prefixes/tokens.py` sorts documents.
 
         Args:
             start: first token of each span. It may be at or behind `stop`.
             width: number of tokens to return for each span.
 
         Returns:
-            Big-endian tokens, shape (N, width), with 2**32 - 1 (`END_TOKEN_KEY`) behind the end of a span.
+            Tokens, shape (N, width), with 2**32 - 1 (`END_TOKEN_KEY`) behind the end of a span. They are big-endian, so
+            that rows of this array can be sorted by their bytes.
         """
-        block = np.full((len(row), width), END_TOKEN_KEY, dtype=">u4")
+        first_tokens = np.full((len(row), width), END_TOKEN_KEY, dtype=">u4")
         num_tokens = np.clip(stop - start, 0, width)
         not_empty = np.flatnonzero(num_tokens)
         for values, places, offset in self._tokens.by_chunk(row[not_empty]):
-            # First copy `width` tokens for each span, also if the span is shorter
+            # First copy `width` tokens for each span, also if the span is shorter. `first` is where the span begins in
+            # `values`, which may end before it has `width` tokens
             spans = not_empty[places]
             first = offset + start[spans]
-            has_width = first + width <= len(values)  # the chunk does not end before
+            has_width = first + width <= len(values)
             if has_width.any():
-                block[spans[has_width]] = sliding_window_view(values, width)[first[has_width]]
+                first_tokens[spans[has_width]] = sliding_window_view(values, width)[first[has_width]]
             for i, first_token in zip(spans[~has_width].tolist(), first[~has_width].tolist(), strict=True):
                 tokens = values[first_token : first_token + width]
-                block[i, : len(tokens)] = tokens
+                first_tokens[i, : len(tokens)] = tokens
         # Then overwrite the tokens behind the end of a span
         for i in np.flatnonzero((num_tokens > 0) & (num_tokens < width)).tolist():
-            block[i, num_tokens[i] :] = END_TOKEN_KEY
-        return block
+            first_tokens[i, num_tokens[i] :] = END_TOKEN_KEY
+        return first_tokens
 
-    def read_evenly(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, num: int) -> npt.NDArray[np.int64]:
-        """Return `num` evenly spaced tokens of each span, from its first token to its last token.
+    def read_spaced_tokens(
+        self, row: Int64Array, start: Int64Array, stop: Int64Array, *, num: int
+    ) -> npt.NDArray[np.int64]:
+        """Return `num` evenly spaced tokens of each span, from its first token to its last token, to be hashed.
 
         No span may be empty. In a span of fewer than `num` tokens, tokens are repeated.
 
         Returns:
-            Little-endian tokens, shape (N, num).
+            Tokens, shape (N, num). They are little-endian, so that hashes are equal on all machines.
         """
         tokens = np.empty((len(row), num), dtype="<i8")
         steps = (stop - start - 1)[:, None] * np.arange(num) // (num - 1)
@@ -401,15 +424,15 @@ class TokenReader(RowReader):
         are_tokens = np.ones(len(row), dtype=bool)
         if not self._has_labels:
             return are_tokens
-        assert self._targets is not None
-        if self._targets.first_rows != self._tokens.first_rows:
+        assert self._label_source is not None
+        if self._label_source.first_rows != self._tokens.first_rows:
             # The chunks of the two columns hold different rows, so each span is read by itself
             for i, span in enumerate(zip(row.tolist(), start.tolist(), stop.tolist(), strict=True)):
                 columns = self.read(*span)
                 is_ignored = columns["labels"] == IGNORE_INDEX
                 are_tokens[i] = (is_ignored | (columns["labels"] == columns["input_ids"])).all()
             return are_tokens
-        chunks = zip(self._tokens.by_chunk(row), self._targets.by_chunk(row), strict=True)
+        chunks = zip(self._tokens.by_chunk(row), self._label_source.by_chunk(row), strict=True)
         for (tokens, spans, token_offset), (labels, _, label_offset) in chunks:
             first = token_offset + start[spans]
             last = token_offset + stop[spans]
@@ -427,11 +450,11 @@ class TokenReader(RowReader):
 
         Labels are read once, chunk by chunk, with 4 bytes of memory per token of the largest chunk.
         """
-        if self._targets is None:
+        if self._label_source is None:
             return stop - start
         untrained_value = IGNORE_INDEX if self._has_labels else 0
         counts = np.zeros(len(row), dtype=np.int64)
-        for values, spans, offset in self._targets.by_chunk(row):
+        for values, spans, offset in self._label_source.by_chunk(row):
             first = offset + start[spans]
             last = offset + stop[spans]
             low = first.min()

@@ -335,7 +335,7 @@ def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
     end = arrays.END_TOKEN_KEY
-    found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
+    found = reader.read_first_tokens(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 
 
@@ -354,7 +354,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
     _, off, _ = start("off")
     first, schedule, saved = start()
     assert first.documents.fingerprint == start("off")[0].documents.fingerprint
-    for name in ("read_block", "labels_are_tokens"):
+    for name in ("read_first_tokens", "labels_are_tokens"):
         monkeypatch.delattr(TokenReader, name)
     again, same, savings_again = start()
     assert np.array_equal(same.order, schedule.order)
@@ -459,7 +459,7 @@ def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(cap
 def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monkeypatch):
     """What `plan` estimates by sorting documents is measured in training."""
     read: list[int] = []
-    monkeypatch.setattr(TokenReader, "read_block", lambda self, *args, **kwargs: read.append(1))
+    monkeypatch.setattr(TokenReader, "read_first_tokens", lambda self, *args, **kwargs: read.append(1))
     settings = {"max_length": 96, "per_device_train_batch_size": 4, "max_steps": 2}
     found = trainer(tmp_path, forest(), share_prefixes=name, **settings)
     found.train()

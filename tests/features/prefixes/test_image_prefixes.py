@@ -235,7 +235,7 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     run.get_train_dataloader()
     rows = computed_rows(run)
     assert all(computed <= planned for computed, planned, _ in rows)
-    run.data.source.reader.end_common = lambda rows, start, common: common
+    run.data.source.reader.shorten_common_beginnings = lambda rows, start, common: common
     documents = run.data.source.documents
     tokens = token_order(run.data.source.reader, documents)
     assert (tokens.common > documents.token_order.common).sum() > 3, "no two documents part behind an image"

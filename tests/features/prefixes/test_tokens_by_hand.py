@@ -17,7 +17,7 @@ class Tokens(TokenReader):
     def labels_are_tokens(self, row, start, stop):
         return ~np.isin(row, self.alone)
 
-    def read_block(self, row, start, stop, width):
+    def read_first_tokens(self, row, start, stop, width):
         block = np.full((len(row), width), -1)
         for i, (number, first, last) in enumerate(zip(row, start, stop, strict=True)):
             values = self.rows[number][first : min(first + width, last)]

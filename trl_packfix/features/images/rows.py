@@ -199,7 +199,7 @@ class ImageRows(RowReader):
             "image_stop": np.where(has_images, behind[stop_inside - 1] - start, 0),
         }
 
-    def end_common(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+    def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
         # The run of a document begins one token before the end of the common tokens, and must not begin inside an
         # image. So the common tokens end behind the first token of this image
         row_of_span, first, stop = self._image_spans

@@ -41,7 +41,7 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
 
     def read_tokens(places: np.ndarray, first: int, width: int) -> np.ndarray:
         numbers = sorted_numbers[places]
-        return tokens.read_block(row[numbers], start[numbers] + first, stop[numbers], width=width)
+        return tokens.read_first_tokens(row[numbers], start[numbers] + first, stop[numbers], width=width)
 
     by_tokens = sort_by_tokens(documents.lengths[sorted_numbers], read_tokens)
     order = sorted_numbers[by_tokens.order]
@@ -51,5 +51,5 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     lengths = documents.lengths[order]
     lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
     is_copy = (common == lengths) & (common == lengths_before)
-    common = np.where(is_copy, common, reader.end_common(row[order], start[order], common))
+    common = np.where(is_copy, common, reader.shorten_common_beginnings(row[order], start[order], common))
     return TokenOrder(np.concatenate([order, last_numbers]), np.concatenate([common, np.zeros_like(last_numbers)]))
