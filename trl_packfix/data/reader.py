@@ -313,8 +313,8 @@ class TokenReader(RowReader):
             verb = "has" if len(wrong_rows) == 1 else "have"
             raise ValueError(
                 f"{count_of(len(wrong_rows), 'row')} {verb} {plural} of another length than the tokens; the first is "
-                f"row {row} with {self._tokens.lengths[row]} `input_ids` and {self._label_source.lengths[row]} `{name}`. "
-                f"Each token needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where "
+                f"row {row} with {self._tokens.lengths[row]} `input_ids` and {self._label_source.lengths[row]} "
+                f"`{name}`. Each token needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where "
                 "a token is not trained."
             )
 
