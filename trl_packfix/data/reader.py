@@ -314,8 +314,8 @@ class TokenReader(RowReader):
             raise ValueError(
                 f"{count_of(len(wrong_rows), 'row')} {verb} {plural} of another length than the tokens; the first is "
                 f"row {row} with {self._tokens.lengths[row]} `input_ids` and {self._label_source.lengths[row]} "
-                f"`{name}`. Each token needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where "
-                "a token is not trained."
+                f"`{name}`. Each token needs exactly one {singular}. Give `{name}` the length of `input_ids`, with "
+                f"{value} where a token is not trained."
             )
 
     def _open(self) -> None:
