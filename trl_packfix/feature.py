@@ -40,9 +40,8 @@ class Feature:
     is_on = False
     has_towers = False  # whether packs have inputs of parts of the model that read no text
     regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
-    # Parts of messages: what packs with the feature are ("documents share prefixes"), which documents they have
-    # ("documents that share prefixes"), the setting that switches the feature off, in backticks, and the memory that
-    # `copied_bytes` counts ("copied keys of shared prefixes")
+    # Parts of messages: what packs have ("documents share prefixes"), the documents in them, the setting that switches
+    # the feature off, in backticks, and the memory of `copied_bytes` ("copied keys of shared prefixes")
     packs_text: ClassVar[str] = ""
     documents_text: ClassVar[str] = ""
     off_text: ClassVar[str] = ""
@@ -70,16 +69,14 @@ class Feature:
     def make_collator(self, collator: T, *, keeps_last_rows: bool = False, compare: Any = None) -> T:
         """Return the collator of packs, made from the `PackedDataCollator` of the run.
 
-        `keeps_last_rows` gives a row to every token, also to one on whose output no document is trained. `compare`
-        returns the content of documents; None compares tokens.
+        `keeps_last_rows` gives a row to all tokens. `compare` returns the content of documents; None compares tokens.
         """
         return collator
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> "Feature":
         """Return the feature in packs of an evaluation. Only a feature that plans packs in another way differs there.
 
-        `can_sort` is whether documents can be sorted by tokens: with images, all would be processed. `shares` is
-        whether documents may share rows: the model is proved, and the loss can be computed.
+        `can_sort` is whether documents can be sorted by tokens, `shares` whether they may share rows.
         """
         return self
 

@@ -20,6 +20,7 @@ import trl_packfix
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.feature import PLAIN
 from trl_packfix.group import ALONE, Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.probe import Probe
@@ -155,9 +156,10 @@ if "images" not in PRESENT:
     IMAGE_PROOFS = {}
 
 
-def check_shared(model: Any, max_length: int, degree: int, images: Any) -> Any:
-    """Test packs whose documents share prefixes, with images."""
-    return check_packs(model, max_length, degree, feature=sharing(plain=images.feature))
+def check_shared(model: Any, max_length: int | None = None, degree: int = 1, images: Any = None) -> Any:
+    """Test packs whose documents share prefixes, with images if they are given."""
+    plain = PLAIN if images is None else images.feature
+    return check_packs(model, max_length, degree, feature=sharing(plain=plain))
 
 
 CHECKS: dict[str, Callable] = {
