@@ -254,6 +254,7 @@ def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
 
 @pytest.mark.faults
 @needs("prefixes")
+@needs("images")
 def test_the_proof_on_parts_finds_faults_and_places_them(planted):
     first, *others = planted["ddp", "faults_of_proofs"]
     assert all(other == first for other in others)
