@@ -138,7 +138,7 @@ def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
 def test_media_that_cannot_be_opened_are_refused(files):
     video = {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}
     processor = vision.build_processor("qwen2_5_vl")
-    said = "have `video` in their messages, and no column of images"
+    said = "has `video` in their messages, and no column of images"
     with pytest.raises(ValueError, match=said):
         check_data(Dataset.from_list([{"messages": [video]}]), processor).raise_if_lost()
     assert check_data(Dataset.from_list(rows(files, FORMS["url"])), processor).complete
