@@ -187,7 +187,15 @@ def test_the_api_page_has_every_public_name():
 EXAMPLES = [file for file in sorted((ROOT / "trl_packfix").rglob("*.py")) if ">>> " in file.read_text()]
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: f"{file.parent.name}.{file.stem}")
+def marks_of(file: Path) -> list[pytest.MarkDecorator]:
+    return [needs("prefixes")] if file.parent.name == "pack_forward" else []  # its example shares beginnings
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=marks_of(file)) for file in EXAMPLES],
+    ids=lambda file: f"{file.parent.name}.{file.stem}",
+)
 def test_docstring_examples(file, workplace, monkeypatch):
     module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     monkeypatch.chdir(workplace)

@@ -103,10 +103,16 @@ def test_the_table_of_the_page_reads_and_filters_the_csv():
 SAMPLE = compatibility.sample(ROWS, 16)
 
 
+def marks_of(row, place):
+    marks = [pytest.mark.sweep] if place % 4 else []
+    # Types with kernels of their own mix tokens by more than attention
+    return [*marks, needs("hybrids")] if row.with_kernels else marks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.sweep] if i % 4 else []) for i, row in enumerate(SAMPLE)],
+    [pytest.param(row, marks=marks_of(row, i)) for i, row in enumerate(SAMPLE)],
     ids=lambda row: f"{row.model_type} {row.kind}",
 )
 def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
