@@ -9,7 +9,7 @@ from support.scripted import ROUNDING, ScriptedProbe
 
 from trl_packfix.feature import PLAIN
 from trl_packfix.isolation import check_isolation as isolation
-from trl_packfix.isolation.check_isolation import ProbeMeasurement, check_packs, judge_probe, report_refusal
+from trl_packfix.isolation.check_isolation import Gap, ProbeMeasurement, check_packs, judge_probe, report_refusal
 from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.probe import Probe, RunPair
 from trl_packfix.isolation.probed_model import MAX_NOISE, CannotRun
@@ -328,7 +328,7 @@ def find_modules(probe, gaps, tolerance=ROUNDING, *, is_changed=False, is_equal=
     measurement.tolerance = tolerance
     documents = measurement.documents
     changes = [
-        (gap, RunPair(documents, [*documents[:3], probe.tokens(22 if equal else 5)], is_large=large))
+        Gap(gap, RunPair(documents, [*documents[:3], probe.tokens(22 if equal else 5)], is_large=large))
         for gap, equal, large in gaps
     ]
     leaks, pair = isolation._find_leaking_modules(measurement, changes, is_changed=is_changed, is_equal=is_equal)
@@ -416,11 +416,11 @@ def test_the_largest_gaps_are_explained_one_by_one_until_one_is_a_defect(monkeyp
     left = {"a": 0.0, "b": ROUNDING * 4, "c": 1.0, "d": 0.0}
     asked = []
     monkeypatch.setattr(isolation, "_smallest_gap", lambda probe, pair: asked.append(pair) or left[pair])
-    gaps = [(0.1, "d"), (0.3, "b"), (0.4, "a"), (0.2, "c"), (0.0, "e")]
+    gaps = [Gap(0.1, "d"), Gap(0.3, "b"), Gap(0.4, "a"), Gap(0.2, "c"), Gap(0.0, "e")]
     isolation._explain_by_rounding(measurement, gaps)
     assert asked == ["a", "b", "c"]
     assert gaps == [(0.1, "d"), (ROUNDING, "b"), (0.0, "a"), (0.25, "c"), (0.0, "e")]
-    gaps = [(ROUNDING, "d")]
+    gaps = [Gap(ROUNDING, "d")]
     isolation._explain_by_rounding(measurement, gaps)
     assert gaps == [(ROUNDING, "d")]
 

@@ -15,7 +15,8 @@ A model and the length of the longest document come in; an `IsolationReport` goe
 they repair a model; users call `check_isolation`.
 
 Words: a *gap* is a difference between the states of a document in two runs, relative to the largest state; a `RunPair`
-says which two runs. A gap is a defect if it is larger than the *tolerance*, the part of it that rounding explains. The
+says which two runs. It is a *change* if both runs are packs, and a *difference* if one is the document alone. A gap is
+a defect if it is larger than the *tolerance*, the part of it that rounding explains. The
 *degree* is the number of ranks that share each pack (sequence parallelism). A model that passes on whole packs may fail
 on the parts that ranks hold, so each degree is tested; the states of all ranks are gathered before they are compared.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 FAR_TOKENS = 300
 FILLER_TOKENS = 100  # length of each document that fills the tokens before it
 HALF_PRECISION_TOLERANCE = 1e-4  # a tolerance above it means half precision
-# Fields of a report that take the larger of two values, of packs of text and of packs of documents that hold more
+# If packs of text are tested, and then packs that hold more than text, the report has the larger values in these fields
 MAXIMUM_FIELDS = ("max_change", "max_difference", "tolerance")
 
 
@@ -120,9 +121,10 @@ def check_packs(
     Args:
         feature: makes the probe. If documents share rows by it, `isolated` and `equal` are also False if a document
             does not attend to the tokens that it shares.
-        farthest: test documents up to so many tokens from the start of a pack; None tests `FAR_TOKENS` only.
+        farthest: the most tokens in front of a document that is tested in a long pack; None: `FAR_TOKENS`.
     """
-    probe = feature.make_probe_class(Probe)(model, degree, user_attention)
+    probe_class = feature.make_probe_class(Probe)
+    probe = probe_class(model, degree, user_attention)
     with probe.undisturbed(), ExitStack() as hooks:
         try:
             if probe.attention == ATTENTION_NAME:
@@ -132,7 +134,7 @@ def check_packs(
             text_report, defect = judge_probe(probe, max_length, farthest=farthest)
             if defect is not None or not probe.has_further_examples:
                 return text_report
-            report = judge_probe(probe, max_length, probe.further_examples())[0]
+            report, _ = judge_probe(probe, max_length, probe.further_examples())
             largest = {name: max(getattr(text_report, name), getattr(report, name)) for name in MAXIMUM_FIELDS}
             return replace(report, unreachable=text_report.unreachable, **largest)
         except CannotRun as error:
@@ -156,7 +158,11 @@ def report_refusal(probe: Probe, error: CannotRun) -> IsolationReport:
     )
 
 
-Gap = tuple[float, RunPair]  # a difference of states, relative to the largest state, and the two runs that show it
+class Gap(NamedTuple):
+    """A difference of states between two runs."""
+
+    size: float  # relative to the largest state
+    pair: RunPair  # the two runs
 
 
 class ProbeMeasurement:
@@ -164,6 +170,9 @@ class ProbeMeasurement:
 
     It begins with an estimate of rounding from the dtype. Only if a gap is larger, it repeats runs and adds noise to
     measure the rounding of this model.
+
+    Args:
+        documents: the pack on which rounding is measured. Most pairs of runs are this pack and another run.
 
     Attributes:
         scale: the largest state of the documents, to which gaps are relative.
@@ -176,6 +185,7 @@ class ProbeMeasurement:
         self.documents = documents
         self._packed_states = probe.run_without_draws(lambda: probe.forward_packed(documents))
         with probe.unpacked(max(map(len, documents))):
+            # By the id of the document, because tensors are no keys
             self._states_alone = {id(document): probe.forward_alone(document) for document in documents}
         self.scale = max(states.abs().max().item() for states in self._packed_states)
         self.rounding = probe.rounding
@@ -183,9 +193,9 @@ class ProbeMeasurement:
         # The last pack that was a first run, and its states: the first run of the next pair is often the same.
         self._last_documents = documents
         self._last_states = self._packed_states
-        self._is_repeated = False
+        self._is_repeated = False  # whether `measure_repetition` has run
         num_draws = NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 0
-        self._draws = iter(range(1, 1 + num_draws))
+        self._draws = iter(range(1, 1 + num_draws))  # numbers of the random roundings that have not been tried
 
     def gap(self, pair: RunPair) -> Gap:
         """Run a pair, unless its states are known, and return the largest difference of its common documents."""
@@ -195,10 +205,10 @@ class ProbeMeasurement:
         first_states = [self._last_states[i] for i, _ in pair.common_documents]
         states_alone = self._states_alone.get(id(pair.second_documents[0])) if pair.is_alone else None
         second_states = pair.second_states(self.probe) if states_alone is None else [states_alone]
-        return largest_distance(first_states, second_states) / self.scale, pair
+        return Gap(largest_distance(first_states, second_states) / self.scale, pair)
 
     def explains(self, gap: float) -> bool:
-        """Return whether rounding explains a gap, on all ranks. It raises `tolerance` as far as measured."""
+        """Return whether rounding explains a gap of this size, on all ranks. A measurement may raise `tolerance`."""
         if self.probe.is_beyond([gap], [self.tolerance]):
             self.measure_repetition()
             # Roundings add up in a deep model, and one of them can make a router choose other experts.
@@ -211,7 +221,8 @@ class ProbeMeasurement:
         """Add the change that a repeated run of the same pack makes to `rounding` and `tolerance`, once."""
         if not self._is_repeated:
             self._is_repeated = True
-            # Without the cap, rounding would explain any leak of a model that draws random numbers or has NaN states.
+            # The factor is there because a repeated run is only one sample of rounding. Without the cap, rounding would
+            # explain any leak of a model that draws random numbers or has NaN states.
             self.rounding = min(self.rounding + 8 * self._change_of_rerun(), MAX_NOISE)
             self.tolerance = max(self.tolerance, self.rounding)
 
@@ -223,7 +234,7 @@ class ProbeMeasurement:
 def judge_probe(
     probe: Probe, max_length: int | None, examples: Examples | None = None, *, farthest: int | None = None
 ) -> tuple[IsolationReport, RunPair | None]:
-    """Test a model with one set of documents.
+    """Test a model with one set of documents, and judge the gaps.
 
     Args:
         max_length: the longest document of the run, in tokens; None is the number of positions of the model.
@@ -237,38 +248,40 @@ def judge_probe(
         CannotRun: the model raises on a pack.
     """
     # 1. Choose the documents.
-    to_test, unreachable = thresholds(probe.config, max_length, min(DOCUMENT_LENGTHS))
+    tested_thresholds, unreachable = thresholds(probe.config, max_length, min(DOCUMENT_LENGTHS))
     if examples is None:
         examples = probe.examples(max_length)
-    else:
-        to_test = {}
+    else:  # thresholds are tested with text
+        tested_thresholds = {}
     documents, variants = examples
     # 2. Compare variants of the pack with it (changes), and documents in the pack with themselves alone (differences).
     measurement = ProbeMeasurement(probe, documents)
     changes = [measurement.gap(RunPair(documents, variant)) for variant in variants]
     differences_alone = [measurement.gap(RunPair(documents, [document], is_alone=True)) for document in documents]
-    largest_alone = max(differences_alone, key=lambda gap: (gap[0], gap[1].common_documents))
+    # Of equal gaps, the one of the last document is chosen.
+    largest_alone = max(differences_alone, key=lambda gap: (gap.size, gap.pair.common_documents))
     # A pack of one document needs no mask. transformers then drops it, and with it the causality of some models.
     last = documents[-1:]
     differences = [largest_alone, measurement.gap(RunPair(last, last, is_alone=True))]
-    if to_test:  # one document exceeds all thresholds at once, between two short ones
-        long, (shorter,) = probe.long_examples(max(to_test.values()) + NUM_EXTRA_TOKENS)
-        changes.append(measurement.gap(RunPair(long, shorter, is_large=True)))
-        differences += [measurement.gap(RunPair(long, [document], is_alone=True, is_large=True)) for document in long]
+    if tested_thresholds:  # one document exceeds all thresholds at once, between two short ones
+        long_pack, (short_pack,) = probe.long_examples(max(tested_thresholds.values()) + NUM_EXTRA_TOKENS)
+        changes.append(measurement.gap(RunPair(long_pack, short_pack, is_large=True)))
+        long_pairs = [RunPair(long_pack, [document], is_alone=True, is_large=True) for document in long_pack]
+        differences += [measurement.gap(pair) for pair in long_pairs]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     # 3. Unless a gradient has shown a defect, find out what rounding explains, and test documents far from the start.
     reach = 0
     if not probe.on_any_rank(gradient):
         _explain_by_rounding(measurement, changes)
         _explain_by_rounding(measurement, differences)
-        if measurement.explains(max(gap for gap, _ in changes + differences)):
-            length = min(FILLER_TOKENS, max_length or FILLER_TOKENS)
+        if measurement.explains(max(gap.size for gap in changes + differences)):
+            filler_length = min(FILLER_TOKENS, max_length or FILLER_TOKENS)
             reach = _test_far(
-                measurement, documents[2], length, changes=changes, differences=differences, farthest=farthest
+                measurement, documents[2], filler_length, changes=changes, differences=differences, farthest=farthest
             )
     # 4. Judge the largest gaps, and find the modules where information crosses.
-    change = max(gap for gap, _ in changes)
-    difference, unequal_pair = max(differences, key=lambda gap: gap[0])
+    change = max(gap.size for gap in changes)
+    difference, unequal_pair = max(differences, key=lambda gap: gap.size)
     is_changed = not measurement.explains(change)
     is_equal = measurement.explains(difference)
     leaks, leaking_pair = _find_leaking_modules(measurement, changes, is_changed=is_changed, is_equal=is_equal)
@@ -295,7 +308,7 @@ def judge_probe(
 def _test_far(
     measurement: ProbeMeasurement,
     document: Any,
-    length: int,
+    filler_length: int,
     *,
     changes: list[Gap],
     differences: list[Gap],
@@ -303,10 +316,14 @@ def _test_far(
 ) -> int:
     """Compare a document far from the start of a pack with itself alone, at growing distances.
 
-    Documents of `length` tokens fill the pack before it. If the document differs from itself alone, the test ends with
-    a second pack, in which the documents before it are changed. If it changes with them, there is a leak, and else
-    another error, such as rounded positions. The gaps are added to `differences` and `changes`. The test also ends at a
-    distance that does not fit the memory of this device.
+    Documents of `filler_length` tokens fill the pack before it. If the document differs from itself alone, the test
+    ends with a second pack, in which the documents before it are changed. If it changes with them, there is a leak, and
+    else another error, such as rounded positions. The test also ends at a distance that does not fit the memory of this
+    device.
+
+    Args:
+        changes, differences: the gaps so far, to which the gaps of this test are added.
+        farthest: see `check_packs`.
 
     Returns:
         The largest distance that passed, in tokens.
@@ -317,17 +334,18 @@ def _test_far(
     probe = measurement.probe
     reach = 0
     for num_tokens in _distances(farthest):
-        fillers = [probe.tokens(length) for _ in range(0, num_tokens, length)]
+        fillers = [probe.tokens(filler_length) for _ in range(0, num_tokens, filler_length)]
         pack = [*fillers, document]
         try:
             differences.append(measurement.gap(RunPair(pack, [document], is_alone=True, is_large=True)))
         except torch.OutOfMemoryError:
-            if probe.has_engine or not (probe.group.is_alone and reach):
+            other_ranks_wait = probe.has_engine or not probe.group.is_alone
+            if other_ranks_wait or not reach:
                 raise
             break
         _explain_by_rounding(measurement, differences)
-        if not measurement.explains(max(gap for gap, _ in differences)):
-            variant = replace_documents(pack, {i: probe.tokens(length) for i in range(len(fillers))})
+        if not measurement.explains(max(gap.size for gap in differences)):
+            variant = replace_documents(pack, {i: probe.tokens(filler_length) for i in range(len(fillers))})
             changes.append(measurement.gap(RunPair(pack, variant, is_large=True)))
             _explain_by_rounding(measurement, changes)
             break
@@ -361,18 +379,21 @@ def _find_leaking_modules(
     probe = measurement.probe
     tolerance = measurement.tolerance
     # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
-    leaking = [gap for gap in changes if gap[0] > tolerance] or changes
-    _, pair = max(leaking, key=lambda gap: (gap[1].has_equal_lengths, gap[0]))
+    leaking_gaps = [gap for gap in changes if gap.size > tolerance] or changes
+    pair = max(leaking_gaps, key=lambda gap: (gap.pair.has_equal_lengths, gap.size)).pair
     leaks: list[Leak] = []
-    if not probe.group.is_alone:
-        return find_wrong_parts(probe, tolerance) if is_changed or not is_equal else [], pair
+    if not probe.group.is_alone:  # ranks share packs
+        is_defect = is_changed or not is_equal
+        return find_wrong_parts(probe, tolerance) if is_defect else [], pair
     if not probe.traces_leaks:
         return [], pair
     if is_changed:
         return find_leaks(probe, pair, tolerance), pair
+    if measurement.rounding <= HALF_PRECISION_TOLERANCE:
+        return [], pair
     # At the end of a deep model, rounding in half precision may hide a leak. It cannot in the module where it begins.
-    for gap, pair in changes if measurement.rounding > HALF_PRECISION_TOLERANCE else ():
-        if not probe.on_any_rank(gap):
+    for size, pair in changes:
+        if not probe.on_any_rank(size):
             continue
         measurement.measure_repetition()
         rounding = measurement.rounding
@@ -386,24 +407,24 @@ def _find_leaking_modules(
 
 
 def _explain_by_rounding(measurement: ProbeMeasurement, gaps: list[Gap]) -> None:
-    """Replace the largest gaps in the list by their minimum over several roundings, until one is a defect.
+    """Replace the largest gaps in the list by their minimum over several roundings, until one remains a defect.
 
     A router or an indexer picks the largest of nearly equal scores. One rounding can change which of them it picks, and
     the states then change as much as by a leak. But without a leak there are, for each token, roundings under which the
     two runs agree, if equal scores are picked in the order of the document (`ties.py`).
     """
-    for _ in gaps:
-        largest = max(range(len(gaps)), key=lambda i: gaps[i][0])
-        gap, pair = gaps[largest]
-        if measurement.explains(gap):
+    for _ in gaps:  # at most once for each gap
+        largest = max(range(len(gaps)), key=lambda i: gaps[i].size)
+        size, pair = gaps[largest]
+        if measurement.explains(size):
             return
-        gaps[largest] = (_smallest_gap(measurement.probe, pair) / measurement.scale, pair)
-        if not measurement.explains(gaps[largest][0]):
+        gaps[largest] = Gap(_smallest_gap(measurement.probe, pair) / measurement.scale, pair)
+        if not measurement.explains(gaps[largest].size):
             return
 
 
 def _smallest_gap(probe: Probe, pair: RunPair) -> float:
-    """Return the absolute gap between two runs that remains under the best roundings.
+    """Return the largest difference between states of two runs that remains under the best roundings.
 
     Both runs are repeated under several roundings. For each token the smallest gap between any first and any second run
     counts. The largest of these gaps, over all tokens, is returned.
