@@ -29,15 +29,15 @@ def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     leaves, tree = tree_flatten_with_path((args, kwargs))
     names = _parameter_names(type(module).forward)
     named = []
-    for path, value in leaves:
-        is_keyword = path[0].idx == 1
+    for (collection, argument, *path_inside), value in leaves:
+        is_keyword = collection.idx == 1  # of (args, kwargs)
         if is_keyword:
-            name = path[1].key
-        elif path[1].idx < len(names):
-            name = names[path[1].idx]
+            name = argument.key
+        elif argument.idx < len(names):
+            name = names[argument.idx]
         else:  # one of `*args`
-            name = f"*{path[1].idx}"
-        named.append((name + keystr(path[2:]), value))
+            name = f"*{argument.idx}"
+        named.append((name + keystr(tuple(path_inside)), value))
     return named, tree
 
 
@@ -68,15 +68,16 @@ def calls_watched(
 
     Args:
         modules: the modules to watch, by name.
-        read: turns the leaves of inputs or outputs into the value that is noted.
-        note: gets the name of the module, the number of the call among its calls, and the values that were read from
-            inputs and outputs. Calls that raise have no outputs: at the end of the context, `note` gets None in their
-            place, for the outermost module first.
+        read: converts the leaves of the inputs of a call, and the leaves of its outputs, to what `note` gets.
+        note: gets the name of the module, the number of the call among its calls, and what was read from inputs and
+            from outputs. Calls that raise have no outputs: at the end of the context, `note` gets None in their place,
+            for the outermost module first.
     """
     inputs: dict[str, list[T]] = {name: [] for name in modules}  # of the calls that run, the innermost last
     num_calls: Counter[str] = Counter()
     with ExitStack() as hooks:
         for name, module in modules.items():
+            # `name` is a default of the hooks, because it changes with the loop.
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
                 inputs[name].append(read(argument_leaves(module, args, kwargs)[0]))

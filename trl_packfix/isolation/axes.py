@@ -8,7 +8,8 @@ of different lengths, and in batches without boundaries of different lengths and
 with the number of tokens is a *token axis*, and one that doubles with the number of rows is the *batch axis*.
 
 Words: a *place* names a value among the arguments or outputs of a call (`arguments.py`). *Sizes* are the shapes of
-tensors, and the values of integers, by place.
+tensors, and the values of integers, by place. `TensorAxes` (`attention/rows.py`) has the token axes of a tensor and its
+batch axis.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from .probe import Probe
 from .probed_model import CannotRun
 
 Shape = tuple[int, ...]
+Axes = tuple[int, ...]  # indices of axes
 Sizes = dict[str, Shape | int]
 WATCHED_PACKS = ((13, 5, 29), (13, 5, 35))  # lengths of the documents of two packs: in sum 47 and 53, primes
 WATCHED_BATCHES = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
@@ -55,35 +57,35 @@ class ModuleAxes:
 
 
 def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
-    """Return the axes of the named modules of the model, except modules that are not called in a pack.
+    """Return the axes of the named modules of the model, by name, except modules that are not called in a pack.
 
     Raises:
         NotLearned: a shape changes with the number of tokens or rows in an unknown way.
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
-    packs = [
+    pack_sizes = [
         _record_sizes(modules, partial(probe.forward_packed, [probe.tokens(n) for n in lengths]))
         for lengths in WATCHED_PACKS
     ]
-    *batches, shortest_batch = [
+    *sizes_of_batches, sizes_of_shortest = [
         _record_sizes(modules, partial(probe.forward_rows, torch.stack([probe.tokens(num_tokens)] * num_rows)))
         for num_rows, num_tokens in (*WATCHED_BATCHES, SHORTEST_BATCH)
     ]
     pack_lengths = [sum(lengths) for lengths in WATCHED_PACKS]
     batch_lengths = [num_tokens for _, num_tokens in WATCHED_BATCHES[:2]]
-    no_sizes: tuple[Sizes, Sizes] = ({}, {})  # of a module that a run does not call
+    no_sizes: tuple[Sizes, Sizes] = ({}, {})  # inputs and outputs of a module that a run does not call
     axes = {}
     for name in names:
-        if not all(name in sizes for sizes in packs):
+        if not all(name in sizes for sizes in pack_sizes):
             continue
-        batch_sizes = [sizes.get(name, no_sizes) for sizes in batches]
-        # Arguments: their token axes are those that differ between the two packs.
-        first_pack, second_pack = (sizes[name][0] for sizes in packs)
+        batch_sizes = [sizes.get(name, no_sizes) for sizes in sizes_of_batches]
+        # Arguments: the axes that differ between the two packs are token axes.
+        inputs_of_first, inputs_of_second = (sizes[name][0] for sizes in pack_sizes)
         inputs = {}
         numbers = set()
-        for place in first_pack.keys() & second_pack.keys():
-            size = first_pack[place]
-            longer = second_pack[place]
+        for place in inputs_of_first.keys() & inputs_of_second.keys():
+            size = inputs_of_first[place]
+            longer = inputs_of_second[place]
             if isinstance(size, int):
                 if (size, longer) == tuple(pack_lengths):
                     numbers.add(place)
@@ -91,22 +93,23 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
             token_axes = _find_token_axes(name, place, size, longer=longer, lengths=pack_lengths)
             shapes = [input_sizes.get(place) for input_sizes, _ in batch_sizes]
             inputs[place] = _add_batch_axis(token_axes, size, shapes)
-        # Outputs: their token axes are those that differ between two batches of one row.
+        # Outputs: the axes that differ between two batches of one row are token axes.
         outputs = {}
         widening = set()
-        _, sizes_of_one_token = shortest_batch.get(name, no_sizes)
-        for place in set.intersection(*(set(output_sizes) for _, output_sizes in batch_sizes)):
-            short, longer, double = (output_sizes[place] for _, output_sizes in batch_sizes)
+        _, sizes_of_one_token = sizes_of_shortest.get(name, no_sizes)
+        output_sizes = [sizes for _, sizes in batch_sizes]
+        for place in set.intersection(*map(set, output_sizes)):
+            short, longer, two_rows = (sizes[place] for sizes in output_sizes)
             if isinstance(short, tuple) and isinstance(longer, tuple):
                 token_axes = _find_token_axes(name, place, short, longer=longer, lengths=batch_lengths)
-                outputs[place] = _add_batch_axis(token_axes, longer, [short, longer, double])
+                outputs[place] = _add_batch_axis(token_axes, longer, [short, longer, two_rows])
                 if _widens(token_axes, short, sizes_of_one_token.get(place)):
                     widening.add(place)
         axes[name] = ModuleAxes(inputs, outputs, numbers, widening)
     return axes
 
 
-def _find_token_axes(name: str, place: str, size: Shape, *, longer: Shape | int, lengths: list[int]) -> Shape:
+def _find_token_axes(name: str, place: str, size: Shape, *, longer: Shape | int, lengths: list[int]) -> Axes:
     """Return the axes whose size is the number of tokens in two runs.
 
     Args:
@@ -121,12 +124,13 @@ def _find_token_axes(name: str, place: str, size: Shape, *, longer: Shape | int,
     if not isinstance(longer, tuple) or len(size) != len(longer):
         raise NotLearned(f"{name}: {place} has a different number of axes in another pack")
     axes = tuple(i for i in range(len(size)) if size[i] != longer[i])
-    if any((size[i], longer[i]) != tuple(lengths) for i in axes) or len(axes) > 2:
+    grow_with_tokens = all((size[i], longer[i]) == tuple(lengths) for i in axes)
+    if not grow_with_tokens or len(axes) > 2:
         raise NotLearned(f"{name}: {place} of shape {size} grows to {longer} with {lengths[0]} to {lengths[1]} tokens")
     return axes
 
 
-def _widens(token_axes: Shape, size: Shape, size_of_one_token: Shape | int | None) -> bool:
+def _widens(token_axes: Axes, size: Shape, size_of_one_token: Shape | int | None) -> bool:
     """Return whether an axis that is not a token axis differs between a row of tokens, of shape `size`, and one token.
 
     >>> _widens((1,), (1, 17, 6), (1, 1, 1)), _widens((1,), (1, 17, 32), (1, 1, 32))
@@ -137,7 +141,7 @@ def _widens(token_axes: Shape, size: Shape, size_of_one_token: Shape | int | Non
     return any(size[i] != size_of_one_token[i] for i in range(len(size)) if i not in token_axes)
 
 
-def _add_batch_axis(token_axes: Shape, size: Shape, shapes: list[Shape | int | None]) -> TensorAxes | None:
+def _add_batch_axis(token_axes: Axes, size: Shape, shapes: list[Shape | int | None]) -> TensorAxes | None:
     """Return the token axes of a tensor with its batch axis; None if it has no token axes.
 
     Args:
@@ -151,11 +155,13 @@ def _add_batch_axis(token_axes: Shape, size: Shape, shapes: list[Shape | int | N
     if isinstance(one_row, tuple) and isinstance(two_rows, tuple) and len(one_row) == len(two_rows) == len(size):
         doubled = [i for i in range(len(size)) if two_rows[i] == 2 * one_row[i]]
         return TensorAxes(token_axes, doubled[0] if doubled else None)
-    # Without shapes, the batch axis is an axis of size 1, one before the token axes if there is any.
-    single = [i for i, n in enumerate(size) if n == 1 and i not in token_axes]
-    by_preference = single if len(token_axes) == 2 else single[::-1]  # a mask is (rows, heads, T, T)
-    batch_axis = next((i for i in by_preference if i < token_axes[0]), single[0] if single else None)
-    return TensorAxes(token_axes, batch_axis)
+    # Without these shapes, the batch axis is an axis of size 1, before the token axes if possible. In a mask (rows,
+    # heads, T, T) it is the first such axis, and else the nearest to the token axis.
+    single_axes = [i for i, n in enumerate(size) if n == 1 and i not in token_axes]
+    axes_before = [i for i in single_axes if i < token_axes[0]]
+    if not axes_before:
+        return TensorAxes(token_axes, single_axes[0] if single_axes else None)
+    return TensorAxes(token_axes, axes_before[0] if len(token_axes) == 2 else axes_before[-1])
 
 
 def _leaf_sizes(leaves: Leaves) -> Sizes:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 NUM_VECTORS = 8  # random vectors, and products, of a parameter
-# A parameter whose gradient is a smaller share of the whole is compared relative to this share of the whole gradient
+# If the norm of a parameter's gradient is a smaller share of the norm of the whole gradient, its difference is relative
+# to this share of the whole gradient
 SMALL_SHARE = 1e-3
 
 
@@ -31,7 +32,7 @@ def gradient_products(parameters: Sequence[nn.Parameter]) -> Tensor:
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
         gradient = gradient.detach().float().flatten(1) if gradient.dim() > 1 else gradient.detach().float()[None]
-        # A product is u^T G v for a pair of vectors, which have as many numbers as G has rows and columns.
+        # A product is u^T G v, where G is the gradient. A vector u has as many numbers as G has rows, and v as columns.
         num_rows, num_columns = gradient.shape
         rows = _random_vectors(num_rows, 2 * i).to(gradient)
         columns = _random_vectors(num_columns, 2 * i + 1).to(gradient)

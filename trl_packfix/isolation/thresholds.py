@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import nested_rope_keys
 
-# Names of fields in tokens although they have a word of `OTHER_WORDS`
+# Names of fields that count tokens although they have a word of `OTHER_WORDS`: the widths of convolutions
 KERNEL_FIELDS = re.compile(r"conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$")
 # Words in the names of fields that do not count tokens
 OTHER_WORDS = set(
@@ -29,11 +29,12 @@ OTHER_WORDS = set(
     "model d freq types scalar multiple divisible positions ctx image patch mel proj projection classifier encoder "
     "decoder adapter parts prompt vision audio buckets forward".split()
 )
-# Names of fields that count blocks or chosen positions. Two of one family ("index_...") may have to be multiplied.
+# Names of fields that count blocks or chosen positions. If two names begin with the same word ("index_..."), one may be
+# a number of blocks and the other their size, so their product is a threshold, too.
 SELECTION_FIELDS = re.compile(r"top_?k|blocks|pool|chunks")
 BLOCK_FIELDS = re.compile(r"pool|block_size")  # names of fields with the size of a block
-# Field with the number of tokens that a layer compresses to one key, by kind of layer (DeepSeek-V4). In layers of the
-# kind INDEXED_KIND, `index_topk` counts compressed keys.
+# Field with the number of tokens that a layer compresses to one key, a dictionary by kind of layer (DeepSeek-V4). In
+# layers of the kind INDEXED_KIND, `index_topk` counts compressed keys.
 RATES_FIELD = "compress_rates"
 INDEXED_KIND = "compressed_sparse_attention"
 POSITIONS_FIELD = "max_position_embeddings"
@@ -43,7 +44,7 @@ ROPE_LENGTH_FIELDS = ("original_max_position_embeddings", POSITIONS_FIELD)
 def thresholds(
     config: PreTrainedConfig, max_length: int | None, shortest: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the thresholds of a model, in tokens, by the names of their fields.
+    """Return the thresholds of a model, in tokens, by the names of their fields, in two dictionaries.
 
     Args:
         max_length: longest document of the run, in tokens; None is the model's number of positions.
@@ -55,34 +56,36 @@ def thresholds(
     """
     stored_positions = vars(config).get(config.attribute_map.get(POSITIONS_FIELD, POSITIONS_FIELD))
     num_positions = stored_positions if isinstance(stored_positions, int) else inf
-    limit = num_positions if max_length is None else max_length
+    longest = num_positions if max_length is None else max_length
     lengths = _length_fields(vars(config)) | _rope_thresholds(config)
-    to_test = {name: n for name, n in lengths.items() if shortest <= n < limit}
-    # Without a longest document, dynamic RoPE may be meant for documents that exceed the positions by any number.
+    to_test = {name: n for name, n in lengths.items() if shortest <= n < longest}
+    # Without a `max_length`, documents may exceed the number of positions, so it may be an untested threshold itself:
+    # dynamic RoPE has other angles above it.
     end = num_positions + 1 if max_length is None else num_positions
-    unreachable = {name: n for name, n in lengths.items() if limit <= n < end}
+    unreachable = {name: n for name, n in lengths.items() if longest <= n < end}
     return to_test, unreachable
 
 
 def _length_fields(fields: dict[str, Any]) -> dict[str, int]:
-    """Return the fields of a config that may hold a threshold, in tokens."""
-    numbers = {
-        name: n
-        for name, n in fields.items()
-        if _is_length(n) and (KERNEL_FIELDS.search(name) or not OTHER_WORDS.intersection(name.lower().split("_")))
-    }
+    """Return the thresholds that fields of a config may hold, in tokens, by the names of the fields."""
+
+    def may_count_tokens(name: str) -> bool:
+        return bool(KERNEL_FIELDS.search(name)) or OTHER_WORDS.isdisjoint(name.lower().split("_"))
+
+    numbers = {name: n for name, n in fields.items() if _is_length(n) and may_count_tokens(name)}
     lengths = dict(numbers)
     for first, second in combinations(numbers, 2):
-        if SELECTION_FIELDS.search(first + second) and first.split("_")[0] == second.split("_")[0]:
+        begin_alike = first.split("_")[0] == second.split("_")[0]
+        if begin_alike and SELECTION_FIELDS.search(first + second):
             lengths[f"{first} * {second}"] = numbers[first] * numbers[second]
     rates = fields.get(RATES_FIELD)
     if isinstance(rates, dict):
         lengths |= {f"{RATES_FIELD}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
             lengths["index_topk"] *= rates.get(INDEXED_KIND, 1)
-    # Positions that are chosen in blocks may be all positions until one more block is full.
-    block = max((n for name, n in numbers.items() if BLOCK_FIELDS.search(name)), default=0)
-    return {name: n + block if SELECTION_FIELDS.search(name) else n for name, n in lengths.items()}
+    # A model that chooses positions in blocks may choose all positions until one more block is full.
+    block_size = max((n for name, n in numbers.items() if BLOCK_FIELDS.search(name)), default=0)
+    return {name: n + block_size if SELECTION_FIELDS.search(name) else n for name, n in lengths.items()}
 
 
 def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
@@ -106,7 +109,14 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
 def _depends_on_length(
     config: PreTrainedConfig, parameters: dict[str, Any], layer_type: str | None, *, length: int
 ) -> bool:
-    """Return whether a sequence longer than `length` has other angles; True for RoPE types unknown to transformers."""
+    """Return whether a sequence longer than `length` has other angles of rotary embeddings.
+
+    True for types of rotary embeddings that transformers does not know.
+
+    Args:
+        parameters: the parameters of the rotary embeddings of one type of layer.
+        layer_type: this type; None if all layers have the same parameters.
+    """
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:
         return rope_type != "default"

@@ -22,7 +22,7 @@ from ..compat import hooks_left_out
 
 # Packages whose hooks on gradients are a part of the model, or of what shards or divides it
 LIBRARIES = ("torch", "deepspeed", "accelerate", "trl_packfix", "transformers", "peft", "trl", "bitsandbytes")
-# Names of hooks of transformers that are no exception: they step an optimizer or a scheduler, layer by layer
+# Names of hooks of transformers that tests run without all the same: they step an optimizer or a scheduler
 STEPPING_HOOKS = ("optimizer_hook", "scheduler_hook")
 NUM_SAMPLED = 16  # values of each parameter by which a change is noticed
 NUM_NAMED = 3  # hooks that a message names
@@ -44,25 +44,29 @@ def name_of(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def _is_taken_aside(hook: Any) -> bool:
+def _is_left_out(hook: Any) -> bool:
     """Return whether tests run without this hook on gradients."""
     return _package_of(hook) not in LIBRARIES or name_of(hook).rpartition(".")[2] in STEPPING_HOOKS
 
 
 def _gradient_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return the tables of hooks on gradients, each with its hooks that tests run without, by their handles."""
+    """Return torch's tables of hooks on gradients that have hooks without which tests run.
+
+    Returns:
+        Pairs of a table, which has hooks by their handles' ids, and of those of its entries that tests run without.
+    """
     tables: list[dict[int, Any]] = []
     for module in model.modules():
         tables += [module._backward_hooks, module._backward_pre_hooks]
     for parameter in model.parameters():
         tables.append(parameter._backward_hooks or {})
         tables.append(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})
-    tables_with_aside = []
+    tables_and_entries = []
     for hooks in tables:
-        aside = {key: hook for key, hook in hooks.items() if _is_taken_aside(hook)}
-        if aside:
-            tables_with_aside.append((hooks, aside))
-    return tables_with_aside
+        left_out = {key: hook for key, hook in hooks.items() if _is_left_out(hook)}
+        if left_out:
+            tables_and_entries.append((hooks, left_out))
+    return tables_and_entries
 
 
 @contextmanager
@@ -74,14 +78,14 @@ def gradient_hooks_aside(model: nn.Module) -> Iterator[None]:
 
 def describe_hooks(model: nn.Module) -> str:
     """Return a text that says which of the user's hooks tests run without, and which they run; "" if there are none."""
-    num_aside = Counter(name_of(hook) for _, aside in _gradient_hooks(model) for hook in aside.values())
-    ran = forward_hooks_of_user(model)
+    num_left_out = Counter(name_of(hook) for _, left_out in _gradient_hooks(model) for hook in left_out.values())
+    forward_hooks = forward_hooks_of_user(model)
     text = ""
-    if num_aside:
-        names = _join_names([f"{name} ({num} times)" for name, num in num_aside.items()])
+    if num_left_out:
+        names = _join_names([f"{name} ({num} times)" for name, num in num_left_out.items()])
         text += f"; hooks on gradients left out: {names}"
-    if ran:
-        text += f"; forward hooks ran, and count their calls in the tests, too: {_join_names(ran)}"
+    if forward_hooks:
+        text += f"; forward hooks ran, and count their calls in the tests, too: {_join_names(forward_hooks)}"
     return text
 
 
@@ -111,7 +115,7 @@ def sample_parameters(model: nn.Module) -> Tensor:
             module.reshard()
     samples = []
     for parameter in model.parameters():
-        values: Tensor = getattr(parameter, "ds_tensor", parameter.detach())
+        values: Tensor = getattr(parameter, "ds_tensor", parameter.detach())  # with ZeRO-3, the values on this rank
         if isinstance(values, DTensor):
             values = values.to_local()
         values = values.flatten()
@@ -127,7 +131,7 @@ def parameters_unchanged(model: nn.Module) -> Iterator[None]:
     before = sample_parameters(model)
     yield
     after = sample_parameters(model)
-    if before.shape == after.shape:
+    if before.shape == after.shape:  # they differ if a test has replaced parameters
         is_equal = (before == after) | (before.isnan() & after.isnan())
         if bool(is_equal.all()):
             return
