@@ -1,4 +1,4 @@
-"""Make a tiny config from the config of a real model: only sizes shrink, and everything else is the same.
+"""Make a tiny config from the config of a real model: only sizes shrink, and everything else stays as it is.
 
 `trl-packfix check --config-only` (`cli/check_model.py`) tests a model in this way without its weights. It builds a tiny
 model with random weights, and runs the leak probe on it. The tests do the same for all model types.
@@ -6,6 +6,9 @@ model with random weights, and runs the leak probe on it. The tests do the same 
 Widths, heads, experts, the vocabulary and the number of layers are small. Rotary embeddings, windows, multipliers and
 the kinds of layers are taken from the real config. The first layers are used, until there is one of each kind.
 Fields that the class of the config computes from sizes are computed again from the small sizes.
+
+Words: the *real* config is the one that comes in. A *field* is one of its settings. *Fields*, a dictionary of names and
+values, describe a config, one layer, or a rotary embedding (rope).
 """
 
 import copy
@@ -27,7 +30,8 @@ NUM_HEADS = 4  # number of attention heads
 HEAD_DIM = 8  # width of a head
 NOISE_STD = 0.02  # standard deviation of the noise on weights, as in the usual initialisation
 
-# Names of fields by their largest value in a tiny config; a smaller value of the real config is not changed.
+# Names of fields by their largest value in a tiny config. A smaller value of the real config is not changed. The sweep
+# over all model types (`tools/sweep`) shrinks `LENGTH_FIELDS`, too.
 _NAMES_BY_SIZE = {
     VOCABULARY: """vocab_size decoder_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base
         pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
@@ -64,20 +68,21 @@ _NAMES_BY_SIZE = {
     12: "patch_size",
 }
 FIELD_SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}  # by name of the field
-# Names of fields in tokens, which do not shrink in `tiny_like`
+# Names of fields that count tokens: the entries for 9, 6 and 512 tokens. `tiny_like` does not shrink them
 LENGTH_FIELDS = {name for size in (9, 6, 512) for name in _NAMES_BY_SIZE[size].split()}
 # Names of fields with the number of layers
 LAYER_COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth"
 ).split()
-# Field with the number of last layers that share keys with earlier ones. Such models list everything else per layer.
+# Field with the number of layers at the end of the model that share keys with earlier layers. In such models, all other
+# fields that differ between layers are lists with an entry per layer.
 SHARED_LAYERS_FIELD = "num_kv_shared_layers"
 KEY_VALUE_HEAD_FIELDS = ("num_key_value_heads", "swa_num_key_value_heads")  # fields with the number of key-value heads
 # Fields of mixers: the size of a head, the number of heads, and their product in multiples of the model's width
 MAMBA_HEAD_FIELDS = (("mamba_d_head", "mamba_n_heads", "mamba_expand"), ("head_dim", "num_heads", "expand"))
 
-# Sizes that depend on the model type, not only on the name of the field
+# Sizes that depend on the model type, not only on the name of the field, by type
 SIZES_OF_TYPE: dict[str, dict[str, int]] = {
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
@@ -95,16 +100,19 @@ SIZES_OF_TYPE: dict[str, dict[str, int]] = {
 
 
 def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]) -> PreTrainedConfig:
-    """Return a config of the same class with small sizes.
+    """Return a config of the class of `config` with small sizes.
 
     Args:
         build: makes a model of a config of this class. If it raises an error, the error is passed on.
     """
     text = config.get_text_config(decoder=True)
-    # First, build a narrow model with all layers, on a device without memory, to see their kinds.
+    # 1. Build a narrow model with all layers, on a device without memory, to see their kinds.
+    narrow_config = type(config).from_dict(_shrink_fields(config, text, None))
     with torch.device("meta"):
-        model = build(type(config).from_dict(_shrink_fields(config, text, None)))
-    return type(config).from_dict(_shrink_fields(config, text, _layers_of_all_kinds(model)))
+        narrow_model = build(narrow_config)
+    # 2. Leave out the layers behind the first layer of the last kind.
+    layers = _layers_of_all_kinds(narrow_model)
+    return type(config).from_dict(_shrink_fields(config, text, layers))
 
 
 def _shrink_fields(config: PreTrainedConfig, text: PreTrainedConfig, layers: range | None) -> dict[str, Any]:
@@ -115,12 +123,13 @@ def _shrink_fields(config: PreTrainedConfig, text: PreTrainedConfig, layers: ran
         layers: the layers that the text model gets; None is all layers.
     """
     fields = _declared_fields(config)
+    # 1. Shrink the sizes of this config, of the configs inside it, and of single layers.
     values = _shrink_sizes(fields, fields)
     for name, value in fields.items():
         inner = vars(config).get(name)
         if isinstance(inner, PreTrainedConfig):
             values[name] = _shrink_fields(inner, text, layers)
-        elif name == "per_layer_config" and value:
+        elif name == "per_layer_config" and value:  # fields that a layer overrides, by number of the layer
             first_layer = layers.start if layers else 0
             by_layer = {int(layer): layer_fields for layer, layer_fields in value.items()}
             values[name] = {
@@ -128,31 +137,34 @@ def _shrink_fields(config: PreTrainedConfig, text: PreTrainedConfig, layers: ran
                 for i, layer_fields in by_layer.items()
                 if layers is None or i in layers
             }
+    # 2. Shrink the numbers of layers, and the lists with an entry per layer.
     if config is text:
         num_layers = config.num_hidden_layers
-    else:  # no text reaches the layers of this config
+    else:  # a part of the model that reads no text: any two of its layers will do
         num_layers = next((fields[name] for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)), 0)
         layers = range(2)
     if layers is not None:
         values |= {name: len(layers) for name in LAYER_COUNT_FIELDS if fields.get(name) == num_layers}
         num_shared = fields.get(SHARED_LAYERS_FIELD)
         if num_shared:
-            values[SHARED_LAYERS_FIELD] = max(0, layers.stop - num_layers + num_shared)
+            num_left_out = num_layers - layers.stop  # at the end of the model, where layers share keys
+            values[SHARED_LAYERS_FIELD] = max(0, num_shared - num_left_out)
         for name, value in values.items():
-            # A string may have as many characters by chance, such as "silu" in four layers.
+            # Of strings only a pattern has a character per layer. "silu" has four by chance.
             is_per_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
             if is_per_layer and len(value) == num_layers:
                 values[name] = value[layers.start : layers.stop]
+    # 3. Compute other fields from the small sizes.
     return values | _recompute_fields(type(config), fields, values)
 
 
 def _declared_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config by the names that its class takes. The config may store them by other names."""
+    """Return the fields of a config by the names of its constructor's parameters. The config may store other names."""
     parameters = inspect.signature(type(config).__init__).parameters
-    names = {
+    declared_names = {
         stored: name for name, stored in config.attribute_map.items() if name in parameters and stored not in parameters
     }
-    return {names.get(name, name): value for name, value in config.to_dict().items()}
+    return {declared_names.get(stored, stored): value for stored, value in config.to_dict().items()}
 
 
 def _recompute_fields(
@@ -160,25 +172,30 @@ def _recompute_fields(
 ) -> dict[str, Any]:
     """Return the fields that the class of a config computes from other fields, computed from the small sizes.
 
-    A field is computed if the class, without a value for it, gives the value that the real config has, and another
-    value from small sizes. The value of the real config would contradict the small sizes.
+    The values of the real config would contradict the small sizes. Which fields are computed is found by a trial: the
+    class gets no value for a field. It must then give the value of the real config if it gets the fields of the real
+    config, and another value if it gets small sizes.
+
+    Args:
+        fields: all fields of the real config.
+        small_fields: the same fields with small sizes.
     """
     parameters = inspect.signature(config_class.__init__).parameters
-    unset = {
+    may_be_computed = {
         name
         for name, value in fields.items()
         if type(value) is int and (name not in parameters or parameters[name].default is None)
     }
 
-    def compute_unset(values: dict[str, Any]) -> dict[str, Any]:
-        set_values = {name: value for name, value in values.items() if name not in unset}
+    def compute_fields(values: dict[str, Any]) -> dict[str, Any]:
+        set_values = {name: value for name, value in values.items() if name not in may_be_computed}
         return _declared_fields(config_class.from_dict(copy.deepcopy(set_values)))
 
-    from_real = compute_unset(fields)
-    from_small = compute_unset(small_fields)
+    from_real = compute_fields(fields)
+    from_small = compute_fields(small_fields)
     return {
         name: from_small[name]
-        for name in unset & from_real.keys() & from_small.keys()
+        for name in may_be_computed & from_real.keys() & from_small.keys()
         if from_real[name] == fields[name] != from_small[name]
     }
 
@@ -188,12 +205,13 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
 
     Args:
         fields: the fields to shrink: all fields of a config, of one of its layers, or of its rotary embedding.
-        config: the fields of the whole config, on which small sizes depend.
+        config: all fields of the real config, on which small sizes depend.
     """
     values: dict[str, Any] = {}
-    sizes = SIZES_OF_TYPE.get(config.get("model_type", ""), {})
+    sizes_of_type = SIZES_OF_TYPE.get(config.get("model_type", ""), {})
     for name, value in fields.items():
-        size = sizes.get(name) or (FIELD_SIZES.get(name) if name not in LENGTH_FIELDS else None)
+        size_of_name = None if name in LENGTH_FIELDS else FIELD_SIZES.get(name)
+        size = sizes_of_type.get(name) or size_of_name
         if isinstance(value, dict):
             value = _shrink_rope(_shrink_sizes(value, config | value), config)
         elif name == "partial_rotary_factor":
@@ -207,10 +225,13 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
         elif isinstance(value, list) and size is not None:
             value = [min(number, size) for number in value]
         elif names_a_token(name):
-            value = _small_ids(value, 3 + 4 * sum(map(names_a_token, values)))  # four ids apart from the last field's
+            num_before = sum(map(names_a_token, values))  # fields of token ids; each has room for four ids
+            value = _small_ids(value, 3 + 4 * num_before)
         values[name] = value
+    # A head with and without rotary embedding has `HEAD_DIM` dimensions of each.
     if values.get("head_dim") and config["head_dim"] == sum(_rotated_and_plain(config)):
         values["head_dim"] = 2 * HEAD_DIM
+    # All heads of a mixer together have its width.
     for size_of_head, heads, expand in MAMBA_HEAD_FIELDS:
         if isinstance(values.get(size_of_head), int) and {heads, expand} <= values.keys():
             width = values.get("mamba_d_ssm") or values[expand] * values["hidden_size"]
@@ -227,14 +248,14 @@ def _small_ids(value: object, first_id: int) -> object:
 
 def _shrink_rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a rotary embedding for a small head. `config` has the fields of the real config."""
-    head = config.get("qk_rope_head_dim") or config.get("head_dim")
-    if head is None and {"hidden_size", "num_attention_heads"} <= config.keys():
-        head = config["hidden_size"] // config["num_attention_heads"]
+    head_size = config.get("qk_rope_head_dim") or config.get("head_dim")
+    if head_size is None and {"hidden_size", "num_attention_heads"} <= config.keys():
+        head_size = config["hidden_size"] // config["num_attention_heads"]
     values = dict(rope)
-    for name in ("short_factor", "long_factor"):
-        if head and isinstance(rope.get(name), list):
+    for name in ("short_factor", "long_factor"):  # a factor per frequency; some of them stand for all
+        if head_size and isinstance(rope.get(name), list):
             factors = rope[name]
-            num_factors = len(factors) * HEAD_DIM // head
+            num_factors = len(factors) * HEAD_DIM // head_size
             values[name] = [factors[i * len(factors) // num_factors] for i in range(num_factors)]
     if "mrope_section" in rope:
         values["mrope_section"] = mrope_section(values)
@@ -242,17 +263,22 @@ def _shrink_rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
 
 
 def _even_share(share: float | None, config: dict[str, Any]) -> float | None:
-    """Return the rotated share of a small head: an even number of its dimensions, at least two."""
+    """Return the share of the dimensions of a small head that rotate: an even number of them, at least two.
+
+    Args:
+        share: this share in the real config; None or 0 is returned as it is.
+        config: all fields of the real config.
+    """
     rotated, plain = _rotated_and_plain(config)
     if rotated and plain and share == rotated / (rotated + plain):
-        return 0.5
+        return 0.5  # a small head has `HEAD_DIM` dimensions of each kind
     return share and max(2, 2 * round(share * HEAD_DIM / 2)) / HEAD_DIM
 
 
 def _rotated_and_plain(config: dict[str, Any]) -> tuple[int, int]:
-    """Return the dimensions of a head with and without rotary embedding, or 0 if the config does not name them.
+    """Return the numbers of dimensions of a head with and without rotary embedding, as `config` has them.
 
-    If it names both, a tiny head has `HEAD_DIM` of each.
+    A number is 0 if the config does not name it.
     """
     return config.get("qk_rope_head_dim") or 0, config.get("qk_nope_head_dim") or 0
 
@@ -260,24 +286,28 @@ def _rotated_and_plain(config: dict[str, Any]) -> tuple[int, int]:
 def _layers_of_all_kinds(model: PreTrainedModel) -> range:
     """Return the range of the first layers that include one of each kind, at least two layers.
 
-    If the last layers share keys with earlier layers, that would be nearly all, and rounding grows with their number.
-    Then the range begins as late as it can.
+    If the last layers share keys with earlier layers, they are a kind of their own, and the first layers up to them are
+    nearly all. But rounding grows with the number of layers, so this range then begins at a later layer if it can.
     """
     config = text_config(model)
     num_layers = config.num_hidden_layers
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            layers = [_layer_features(layer) for layer in module]
+            features_of_layers = [_layer_features(layer) for layer in module]
             # A feature that numbers the layers does not make a kind. It has one offset from the index of the layer.
             offsets = defaultdict(set)
-            for index, layer in enumerate(layers):
-                for key, value in layer.items():
+            for index, features in enumerate(features_of_layers):
+                for key, value in features.items():
                     offsets[key].add(value - index if type(value) is int else None)
             numbering = {key for key, values in offsets.items() if len(values) == 1 and values != {None}}
-            kinds = [{key: value for key, value in layer.items() if key not in numbering} for layer in layers]
+            kinds = [
+                {key: value for key, value in features.items() if key not in numbering}
+                for features in features_of_layers
+            ]
             stop = max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
             if not getattr(config, SHARED_LAYERS_FIELD, 0):
                 return range(stop)
+            # Of each kind, the last layer before `stop` is enough.
             backwards = kinds[:stop][::-1]
             return range(stop - 1 - max(backwards.index(kind) for kind in kinds), stop)
     return range(num_layers)
@@ -327,7 +357,7 @@ def mrope_section(rope: dict[str, Any]) -> list[int]:
 
 
 def key_value_heads(value: int | None, query_heads: int | None) -> int:
-    """Return the small number of key-value heads for `value` heads of a real model with `query_heads`.
+    """Return the number of key-value heads in a tiny config, for a real model with `value` of them and `query_heads`.
 
     It is 1 if `value` is 1, `NUM_HEADS` if both are equal, and else half of `NUM_HEADS`.
 
