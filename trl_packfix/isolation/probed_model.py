@@ -37,9 +37,9 @@ from .user_hooks import gradient_hooks_aside
 T = TypeVar("T")
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
-LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores that `eager` may hold for a document alone
+LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores, in fp32, that `eager` may hold for a document alone
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
-GRADIENT_ROUNDING_FACTOR = 64  # limit of the rounding of gradients, in multiples of the rounding of states
+GRADIENT_ROUNDING_FACTOR = 64  # limit of differences of gradients, in multiples of the rounding of states
 LARGEST_GRADIENT_LIMIT = 1e-2  # if the limit is larger, only a gradient that is lost counts as an error
 ROUNDING_FACTOR = 3  # tolerance in multiples of the largest measured change, because the draws are few
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
@@ -69,21 +69,32 @@ class LocalRank(Group):
     """One rank that holds whole packs: the group of a run without sequence parallelism."""
 
     def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Return the states of all rows of a pack, (1, T, hidden); `forward` computes those of this rank's part."""
+        """Return the states of all rows of a pack, (1, T, hidden).
+
+        Args:
+            forward: computes the states of this rank's part, (1, part, hidden).
+        """
         return forward()
 
     def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
-        """Return the gradient of all `num_rows` rows of a pack, (num_rows, D), from the gradient that each rank has."""
+        """Return the gradient of all `num_rows` rows of a pack, (num_rows, D), from the gradients of the ranks.
+
+        Args:
+            gradient: the gradient that this rank has, of its part, (part, D), or of all rows, (num_rows, D).
+        """
         return gradient
 
     def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return the sets of rows to differentiate in lists, one for each forward, with one backward for each set."""
+        """Return lists of sets of rows to differentiate. Each list gets a forward, and each of its sets a backward."""
         return [row_sets]
 
     def gradient_limit(self, rounding: float) -> float | None:
         """Return the relative difference that the gradients of a document in a pack and alone may have.
 
-        None says that they are not compared, and infinity that only a lost gradient is an error.
+        None: they are not compared. Infinity: only a lost gradient is an error.
+
+        Args:
+            rounding: the relative change of states that rounding may cause.
         """
         return None
 
@@ -146,21 +157,21 @@ class ProbedModel:
         group: the ranks that share each pack.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in the second backward of a forward.
-        takes_gradient: whether gradients are tested. They are without an engine, and with several ranks per pack, where
-            each forward has one backward, as in training.
+        takes_gradient: whether gradients are tested. With an engine they are not, unless several ranks share a pack:
+            then each forward has one backward, as in training.
     """
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         model = without_compile(model)
         self.model = model
-        wrapped = [model]  # DDP, DataParallel and the DeepSpeed engine hold the model as `module`
-        while isinstance(module := getattr(wrapped[-1], "module", None), nn.Module):
-            wrapped.append(without_compile(module))
-        self.has_engine = len(wrapped) > 1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self._below_ddp = wrapped[1] if isinstance(model, DistributedDataParallel) else model
+        wrappers = [model]  # the outermost first. DDP, DataParallel and the DeepSpeed engine hold the model as `module`
+        while isinstance(module := getattr(wrappers[-1], "module", None), nn.Module):
+            wrappers.append(without_compile(module))
+        self.has_engine = len(wrappers) > 1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._below_ddp = wrappers[1] if isinstance(model, DistributedDataParallel) else model
         self.group = SequenceGroup.of_degree(degree)
         self.takes_gradient = not (self.has_engine and self.group.is_alone)
-        self.inner = base_model(wrapped[-1])
+        self.inner = base_model(wrappers[-1])
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"
@@ -174,15 +185,16 @@ class ProbedModel:
     def states(self, batch: dict[str, Any], *, from_backbone: bool = False, model: Any = None) -> Tensor:
         """Return the last hidden states of a batch, (B, T, hidden).
 
-        They are the output of the backbone if the model can compute logits of one token only (all logits are T x V
-        numbers), and else the input of the LM head.
+        They are the input of the LM head. All logits are T x V numbers, so if the model can compute the logits of one
+        token only, it does, and the output of the backbone is returned.
 
         Args:
-            from_backbone: take the output of the backbone also from a model that computes all logits.
+            from_backbone: return the output of the backbone also for a model that computes all logits.
             model: the wrapper whose forward runs; None runs the whole wrapped model.
         """
+        # 1. Hook the module that has the states as its output, or as its input.
         caught: list[Tensor] = []
-        backbones = below_head(self.inner)
+        backbones = below_head(self.inner)  # a decoder, the model around it, or both: which one runs is unknown
         selects_logits = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
         head = self.inner.get_output_embeddings()
         hooks = ExitStack()
@@ -195,13 +207,14 @@ class ProbedModel:
                 hooks.enter_context(backbone.register_forward_hook(lambda module, args, out: caught.append(out[0])))
         else:
             hooks.enter_context(head.register_forward_pre_hook(lambda module, args: caught.append(args[0])))
-        # With fixed seeds, modules that draw random numbers even in eval mode draw the same in every run. Seeds are set
-        # only on devices whose generator `undisturbed` restores.
+        # 2. With fixed seeds, modules that draw random numbers even in eval mode draw the same in every run. Seeds are
+        # set only on devices whose generator `undisturbed` restores.
         torch.default_generator.manual_seed(0)
         if device_state(self.device) is not None:
             module = torch.get_device_module(self.device)
             with module.device(self.device) if hasattr(module, "device") else nullcontext():
                 module.manual_seed(0)
+        # 3. Run the model.
         with hooks, model_errors_converted():
             (model or self.model)(**batch)
         if not caught:
@@ -224,13 +237,14 @@ class ProbedModel:
     def as_given(self, length: int) -> Iterator[None]:
         """Within this context the model has the attention with which the user gave it.
 
-        If the scores of `eager` would not fit for rows of `length` tokens, it has `sdpa`, or the attention of packs,
-        which in eval mode computes rows without boundaries as `sdpa` does.
+        If the scores of `eager` would not fit for rows of `length` tokens, it has `sdpa`. If the model does not support
+        `sdpa`, it keeps the attention of packs, which in eval mode computes rows without boundaries as `sdpa` does.
         """
         current = own_attention(self.inner)
         name = self.user_attention
-        heads = max(head_counts(self.config), default=1)
-        if name == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
+        num_heads = max(head_counts(self.config), default=1)
+        num_bytes = 4 * num_heads * length**2
+        if name == "eager" and num_bytes > LARGEST_SCORES:
             name = "sdpa" if self.inner._supports_sdpa else current
         with tower_support().attention_as_given(self.inner):
             if name == current:
@@ -276,9 +290,10 @@ class ProbedModel:
     def undisturbed(self) -> Iterator[None]:
         """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
 
-        The user's hooks on gradients do not run. On exit buffers, random state and modes are restored. Under FSDP2 all
-        parameters are sharded again, which the root module otherwise does only after a backward pass. Under ZeRO-3
-        the parameters of modules into which no gradient flows are partitioned again.
+        The user's hooks on gradients do not run, and documents of any two lengths share a padded batch. On exit
+        buffers, random state and modes are restored. Under FSDP2 all parameters are sharded again, which the root
+        module otherwise does only after a backward pass. Under ZeRO-3 the parameters of modules into which no gradient
+        flows are partitioned again.
         """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
@@ -315,8 +330,8 @@ class ProbedModel:
     def on_any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
 
-        With an engine or a higher degree, all ranks must run the same forwards. If each rank decided alone, they might
-        not: kernels that sum in a different order in each run give ranks different roundings.
+        With an engine or a higher degree, all ranks must run the same forwards. Kernels that sum in a different order
+        in each run give ranks different roundings, so ranks might decide differently if each decided alone.
         """
         runs_together = self.has_engine or not self.group.is_alone
         return any(gather_values(condition)) if runs_together else bool(condition)
@@ -347,7 +362,8 @@ class ProbedModel:
 
         Args:
             batch: the part of the pack that this rank of the group has.
-            row_sets: row indices in the whole pack.
+            row_sets: sets of row indices in the whole pack.
+            group: the ranks that share the pack.
 
         Returns:
             One gradient per set, or None if the model does not support such gradients.
@@ -362,9 +378,9 @@ class ProbedModel:
                 for rows in sets_of_forward:
                     generator = torch.Generator().manual_seed(len(rows))
                     row_weights = torch.randn((len(rows), states.shape[1]), generator=generator)
-                    weights = states.new_zeros(group.size, *states.shape)  # of all parts; this rank uses its own
-                    weights.flatten(0, 1)[rows] = row_weights.to(states)
-                    loss = (states * weights[group.rank]).sum()
+                    weights_by_rank = states.new_zeros(group.size, *states.shape)  # zero for states outside of `rows`
+                    weights_by_rank.flatten(0, 1)[rows] = row_weights.to(states)
+                    loss = (states * weights_by_rank[group.rank]).sum()
                     gradient = gradient_of(loss, embedded[0], retain_graph=rows is not sets_of_forward[-1])
                     if gradient is None:
                         return None
@@ -388,6 +404,7 @@ class ProbedModel:
         generators: dict[torch.device, torch.Generator] = {}
 
         def add_noise(value: object, seed: int | None = None) -> object:
+            """Return a tensor with noise, and other values as they are. Without a seed, the generator goes on."""
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             device = value.device
@@ -409,11 +426,11 @@ class ProbedModel:
             return add_noise(output, seed)
 
         head = self.inner.get_output_embeddings()
-        leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
+        innermost = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
         with ExitStack() as hooks:
             # Each module has a seed of its own, so that checkpointing recomputes a layer with the same noise.
-            for i, module in enumerate(leaves):
-                seed = draw * len(leaves) + i
+            for i, module in enumerate(innermost):
+                seed = draw * len(innermost) + i
                 hooks.enter_context(module.register_forward_hook(partial(add_noise_to_output, seed)))
             yield
 
@@ -428,14 +445,14 @@ class ProbedModel:
     ) -> list[float]:
         """Return the limits of some gaps, raised by the changes that other roundings make.
 
-        It stops as soon as all gaps are within their limits, or when all draws are used.
+        Roundings are drawn until all gaps are within their limits, or all draws are used.
 
         Args:
             gaps: relative differences that rounding may explain, one per compared quantity.
             limits: the limits to begin with.
             measure_changes: repeats a run, here under another rounding, and returns the relative change of each
                 compared quantity.
-            draws: numbers of the roundings to try, see `rounded_otherwise`.
+            draws, by_channel: the roundings to try, see `rounded_otherwise`.
         """
         draws = iter(draws)
         raised = [*limits]
@@ -454,7 +471,7 @@ class ProbedModel:
 
 
 def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Tensor | None:
-    """Return the gradient of a loss with respect to `leaf`, or None if the model does not support it.
+    """Return the gradient of a loss with respect to the tensor `leaf`, or None if the model does not support it.
 
     An error of a kernel is raised as `KernelError`.
     """
@@ -481,7 +498,7 @@ def largest_distance(first: list[Tensor], second: list[Tensor]) -> float:
 
 
 def gather_values(value: T) -> list[T]:
-    """Return the values of all ranks, in the order of ranks; only that of this rank if the run has one process."""
+    """Return the values of all ranks, in the order of ranks; only this rank's value if the run has one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values = [value] * dist.get_world_size()
