@@ -8,7 +8,8 @@ Words: a model is *proved* if the probe has found documents in packs isolated, a
 *repaired* if some modules run on each document separately, and *unpacked* if its backbone gets the documents of a pack
 as rows of a padded batch. The *previous* attention is the one that the user gave the model, and that it has outside of
 packs. *Towers* are the parts of a model that read no text, such as images. The *degree* is the number of ranks that
-share a pack.
+share a pack. A *feature* changes packs, such as shared prefixes (`feature.py`); packs without it are *plain*. A model
+is *wrapped* by PEFT, DDP or an engine.
 """
 
 import warnings
@@ -40,7 +41,7 @@ from .search import RepairSearch, agree_on_ranks
 from .unpacking import UnpackedForward
 
 OnLeak = Literal["repair", "raise", "unpack"]
-# Reasons why only `packfix_varlen` can be used: what other implementations of attention lack
+# Reasons why only `packfix_varlen` can be used: what other attention lacks, as the end of a sentence about it
 EXCHANGES = "does not exchange tokens between the ranks that share a pack"
 LOOKS_UP = "does not look up the keys that documents share"
 
@@ -60,13 +61,13 @@ class PackedModel:
         enforce_flash_attention: whether the attention of the model is replaced by one that is faster on packs.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
-        feature: the feature of the packs. `prove` proves the feature that all packs have (`Feature.plain`), and
-            `prove_feature` the feature itself.
+        feature: the feature of the packs. `prove` proves packs without it (`Feature.plain`, which all packs are), and
+            `prove_feature` packs with it.
 
     Attributes:
         attention: the chosen attention, with the reason.
         isolation: the result of the last probe; None before the first.
-        recall: returns the remembered report of an earlier start instead of running a probe (`training/remembered.py`);
+        recall: returns the remembered report of an earlier start, or else runs the probe (`training/remembered.py`);
             None if reports are not remembered.
         has_packed_attention: whether the model is set up for packs now.
         feature_is_proved: whether packs with the feature have passed the probe.
@@ -102,14 +103,15 @@ class PackedModel:
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
         run_hooks_inside_adapters(model)
-        self._head: RemovableHandle | None = None  # the hook that keeps the LM head of a sharded model whole
-        # By name of an attention, why it is not used. None if the model failed without this attention, too.
+        self._head_hook: RemovableHandle | None = None  # keeps the LM head of a sharded model whole
+        # By name of an attention, why it is not used; None if it may be used after a trial without it
         self._refusals: dict[str, str | None] = {}
         self._forget_proofs()
         self._choose_attention()
 
     def _choose_attention(self) -> None:
         """Choose the attention of packs by the refusals so far, and forget the last report, repairs and unpacking."""
+        # 1. Choose the attention of the text.
         tower_attention = self._towers.attention_name
         choose = partial(
             choose_attention,
@@ -120,16 +122,18 @@ class PackedModel:
             refusals={name: reason for name, reason in self._refusals.items() if reason and name != tower_attention},
         )
         needs_varlen = self._needs_varlen
-        if needs_varlen == LOOKS_UP:
+        if needs_varlen == LOOKS_UP:  # flash attention gains more than shared rows, so they are given up for it
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if choose().is_flash and not choose(needs_varlen=needs_varlen).is_flash:
-                    needs_varlen = None  # flash attention gains more than shared rows
+                    needs_varlen = None
         self.attention = choose(needs_varlen=needs_varlen)
-        reason = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
-        reason = self._refusals.get(tower_attention) or reason
-        note = self._towers.note(base_model(self.model), self._takes_towers, reason)
+        # 2. Add to its reason what the report says about towers.
+        why_no_towers = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
+        why_no_towers = self._refusals.get(tower_attention) or why_no_towers
+        note = self._towers.note(base_model(self.model), self._takes_towers, why_no_towers)
         self.attention = replace(self.attention, reason=self.attention.reason + note)
+        # 3. Begin anew, without a report, repairs or unpacking.
         self.isolation: IsolationReport | None = None
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
@@ -163,7 +167,10 @@ class PackedModel:
         return [] if self._search is None else self._search.repairs
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Set the model up for packs and probe it as it is `wrapped`. If it leaks, apply `on_leak` and probe again.
+        """Set the model up for packs and probe it. If it leaks, apply `on_leak` and probe again.
+
+        Args:
+            wrapped: the model inside of its wrappers, as it will train.
 
         Returns:
             The report of the last probe. With `on_leak="raise"` it is for the caller to raise.
@@ -173,14 +180,15 @@ class PackedModel:
         """
         self.attach_packed_attention()
         gather_lm_head_with_model(base_model(self.model))
-        if self._head is None:  # the engine may have sharded the model since `attach_packed_attention`
-            self._head = unshard_lm_head(base_model(self.model))
+        if self._head_hook is None:  # the engine may have sharded the model since `attach_packed_attention`
+            self._head_hook = unshard_lm_head(base_model(self.model))
         attention_before = self.attention
         report = self._judge_packs(wrapped)
         self.isolation = report
         if self.attention is not attention_before:
             self._forget_proofs()
-        if report.passed or self.is_unpacked or not report.runs_unpacked:
+        is_repairable = report.runs_unpacked and not self.is_unpacked  # the model runs on a document without packing
+        if report.passed or not is_repairable:
             return report
         if self.on_leak == "repair" and self._search is None:
             self._repair_leaks(wrapped)
@@ -189,7 +197,7 @@ class PackedModel:
         return self.isolation
 
     def prove_changed(self, wrapped: nn.Module) -> IsolationReport:
-        """Choose attention and prove again, for a model whose modules have changed since the last proof."""
+        """Choose attention and prove the model again, because its modules have changed since the last proof."""
         self.restore_own_attention()
         self._forget_proofs()
         self._choose_attention()
@@ -199,7 +207,7 @@ class PackedModel:
         """Run documents as rows of padded batches from now on, and return the report of a probe of such rows.
 
         Args:
-            why: the reason, with which the reason of the attention is replaced.
+            why: the reason, a clause. It replaces the reason of the chosen attention.
         """
         for hooks in self._hooks:
             hooks.remove()
@@ -220,7 +228,8 @@ class PackedModel:
             The report with the attention that remains.
         """
         report = self._probe_usable_kernels(wrapped)
-        # A flash kernel, and the attention of towers, are replaced on trial: if the model passes then, they were wrong.
+        # Do without a flash kernel, and without the attention of towers, on trial. If the model passes then, the kernel
+        # is at fault.
         suspects = []
         name = self.attention.name
         if "flash" in name and name != self.attention.previous:
@@ -230,11 +239,11 @@ class PackedModel:
         for kernel in suspects:
             if report.passed:
                 break
-            self._set_kernel(kernel, refusal=report.summary())
+            self._refuse_kernel(kernel, report.summary())
             report_without = self._probe_usable_kernels(wrapped)
             if report_without.passed:
                 return report_without
-            self._set_kernel(kernel)  # the defect is elsewhere
+            self._refuse_kernel(kernel, None)  # the defect is elsewhere, so the kernel may be used
         return report
 
     def _probe_usable_kernels(self, wrapped: nn.Module) -> IsolationReport:
@@ -246,27 +255,29 @@ class PackedModel:
                 if error.kernel is None:
                     self._replace_kernel(error)
                 else:
-                    self._set_kernel(error.kernel, refusal=" ".join(str(error).split()))
+                    self._refuse_kernel(error.kernel, " ".join(str(error).split()))
 
-    def _set_kernel(self, kernel: str, refusal: str | None = None) -> None:
-        """Let an attention be chosen, or exclude it for the reason `refusal`, and set the model up again."""
+    def _refuse_kernel(self, kernel: str, reason: str | None) -> None:
+        """Exclude an attention for a reason, or allow it again if `reason` is None. Then set the model up again."""
         self.restore_own_attention()
-        self._refusals[kernel] = refusal
+        self._refusals[kernel] = reason
         self._choose_attention()
         self.attach_packed_attention()
 
     def _replace_kernel(self, error: KernelError) -> None:
         """Switch to another attention after a kernel raised `error`, with a warning.
 
-        It raises `error` if no other attention can be used.
+        Raises:
+            KernelError: no other attention can be used. It is `error`.
         """
         name = self.attention.name
         reason = " ".join(str(error).split())
         # With a cause, the model needs its own attention, whose masks hold more than boundaries.
         cause = error.cause if isinstance(error, OwnAttentionError) else None
-        if not self.enforce_flash_attention or (name == ATTENTION_NAME and cause is None):
+        is_last_kernel = name == ATTENTION_NAME and cause is None
+        if not self.enforce_flash_attention or is_last_kernel:
             raise error
-        self._set_kernel(name, refusal=cause or reason)
+        self._refuse_kernel(name, cause or reason)
         if self.attention.name == name:
             self.restore_own_attention()
             raise error
@@ -292,7 +303,7 @@ class PackedModel:
         """
         if degree in self._proved_degrees:
             return self._proved_degrees[degree]
-        reason = self._why_not_share()
+        reason = self._reason_against_sharing()
         if reason is not None:
             raise PackingLeakError(
                 f"A pack was to be shared by {degree} ranks, and {reason}. Only attention and mixers exchange tokens "
@@ -320,7 +331,7 @@ class PackedModel:
             Why packs cannot have the feature, or None if they can.
         """
         assert self.feature.is_on, "packs have no feature, so a proof would say nothing of one"
-        reason = self._why_not_share()
+        reason = self._reason_against_sharing()
         rates = dropped_weights(text_config(base_model(self.model)))  # the probe runs without dropout
         if reason is None and rates:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
@@ -333,8 +344,8 @@ class PackedModel:
         self.feature_is_proved = reason is None
         return reason
 
-    def _why_not_share(self) -> str | None:
-        """Return why ranks cannot share packs, nor documents rows, on this model; None if they can."""
+    def _reason_against_sharing(self) -> str | None:
+        """Return why ranks cannot share packs of this model, nor its documents share rows; None if they can."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
@@ -345,6 +356,9 @@ class PackedModel:
 
     def _report_probe(self, wrapped: nn.Module, degree: int = 1, *, with_feature: bool = False) -> IsolationReport:
         """Run the leak probe, or recall the report of an equal probe of an earlier start.
+
+        Args:
+            with_feature: whether packs have the feature; False: plain packs.
 
         Raises:
             RuntimeError: ranks have different results.
@@ -363,16 +377,25 @@ class PackedModel:
         if self.recall is None or self.repaired or self.is_unpacked:
             report = run_probe()
         else:
-            hooks = [type(hook).__name__ for hook in self.own_hooks]
-            case = (with_feature, self.max_length, degree, attention.name, attention.previous, str(self.dtype), hooks)
+            hook_names = [type(hooks).__name__ for hooks in self.own_hooks]
+            # What a report depends on, beside the model
+            case = (
+                with_feature,
+                self.max_length,
+                degree,
+                attention.name,
+                attention.previous,
+                str(self.dtype),
+                hook_names,
+            )
             report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
         agree_on_ranks((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)
 
     def _repair_leaks(self, wrapped: nn.Module) -> None:
-        """Search repairs with the chosen attention, then with the model's own, and keep those that pass.
+        """Search repairs with the chosen attention, then with the model's own, and keep the first that pass the probe.
 
-        The masks of the model's own attention may hold more than boundaries.
+        A model may need its own attention, because the masks that it makes may hold more than boundaries.
         """
         own_name = own_in_packs(base_model(self.model), self.attention.previous)
         for name in dict.fromkeys((self.attention.name, own_name)):
@@ -412,7 +435,7 @@ class PackedModel:
         return [*self.own_hooks, self._guard, *repairs]
 
     def _as_test(self, test: Callable[[], IsolationReport]) -> Callable[[], IsolationReport]:
-        """Return a function that runs `test` without `_restore_attention`, because a test may set other attention."""
+        """Return a function that runs `test`, and meanwhile does not restore the attention that a test may replace."""
 
         def run_test() -> IsolationReport:
             self._guard.before_pack = None
@@ -454,7 +477,7 @@ class PackedModel:
             self._towers.set_attention(base_model(self.model), True)
         for hooks in self._hooks:
             hooks.install()
-        self._head = unshard_lm_head(base_model(self.model))
+        self._head_hook = unshard_lm_head(base_model(self.model))
 
     def restore_own_attention(self) -> None:
         """Restore the model as it was before `attach_packed_attention`. Without effect if that was not called."""
@@ -464,9 +487,9 @@ class PackedModel:
         self._towers.set_attention(base_model(self.model), False)
         for hooks in self._hooks:
             hooks.remove()
-        if self._head is not None:
-            self._head.remove()
-            self._head = None
+        if self._head_hook is not None:
+            self._head_hook.remove()
+            self._head_hook = None
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
 
@@ -474,9 +497,9 @@ class PackedModel:
         """Raise ValueError for a pack while the model has its own attention, which may not read boundaries."""
         if self.has_packed_attention or "cu_seq_lens_q" not in batch:
             return
-        num = batch["cu_seq_lens_q"].numel() - 1
+        num_documents = batch["cu_seq_lens_q"].numel() - 1
         raise ValueError(
-            f"A pack of {count_of(num, 'document')} came to {type(base_model(self.model)).__name__} "
+            f"A pack of {count_of(num_documents, 'document')} came to {type(base_model(self.model)).__name__} "
             f"outside of training and evaluation: there it has its own attention ({self.attention.previous}), which "
             "may ignore document boundaries. Use `trainer.evaluate()`, or `with trainer.packed_model.attending():`."
         )
