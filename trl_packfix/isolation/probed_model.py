@@ -256,21 +256,16 @@ class ProbedModel:
             finally:
                 set_attention(self.inner, current)
 
-    @property
-    def evaluated(self) -> nn.Module:
-        """The module that `evaluating` sets to eval mode: it contains all attention."""
-        return self.inner
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within this context `evaluated` is in eval mode, because `packfix_varlen` refuses plain rows in training."""
-        training = [module for module in self.evaluated.modules() if module.training]
-        for module in training:
+        """Within this context the model is in eval mode, because `packfix_varlen` refuses plain rows in training."""
+        trained_modules = [module for module in self.inner.modules() if module.training]
+        for module in trained_modules:
             module.training = False
         try:
             yield
         finally:
-            for module in training:
+            for module in trained_modules:
                 module.training = True
 
     @contextmanager
