@@ -6,19 +6,20 @@ in labels, loss, and the weights of micro-batches and ranks. A right step obeys 
     scale      a document alone is trained with the gradient of its own loss
     shift      a label is predicted from the tokens before it, the nearest included
     isolation  neighbours whose labels are masked do not change the gradient of a document
-    content    they do not, either, if only the given boundaries say where documents end
+    content    such neighbours do not change it where only the given boundaries, not the tokens, say where documents end
     labels     the gradient of a pack is the sum of the gradients of its documents
     order      it is the same sum in any order of the documents
     grouping   it is the same sum if the documents are in several micro-batches, or on several ranks
     masked     a micro-batch without a trained token adds nothing to the sum
 
 The user's step and documents come into `check_step`, and a `StepReport` goes out. The module uses nothing else of this
-package but `gradients.py`. There the products of a gradient with a few random vectors stand for the gradient. All laws
-are linear in the *summed gradient* (the gradient of a step times its number of trained tokens), so the products obey
-them, too, and no copy of the gradients is needed.
+package but `gradients.py`. There the products of a gradient with a few random vectors stand for the gradient. Laws
+compare sums of *summed gradients* (the gradient of a step times its number of trained tokens). If two such sums are
+equal, so are the sums of their products, and no copy of the gradients is needed.
 
 Words: a *trained token* is one whose label is not -100. A *pack* is the list of documents in one micro-batch, and the
-*groups* of a step are the documents of its micro-batches. A *gap* is a relative difference between two gradients.
+*groups* of a step are its packs. A document *alone* is the only one of a step. A *gap* is a relative difference between
+two gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ LARGEST_USEFUL_TOLERANCE = 0.05  # a larger tolerance hides errors worth finding
 
 Document = dict[str, list[int]]  # `input_ids` and `labels`, of one length
 Groups = Sequence[Sequence[Document]]  # the documents of each micro-batch of a step
-Finding = tuple[float, str]  # how far a step is from a law, and what the law says
+Finding = tuple[float, str]  # how far a step is from a law (the largest gap), and what the law says
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class StepReport:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the tolerance is at most 5 %. An error worth finding could hide in a larger one."""
+        """Whether the tolerance is at most 5 %. A larger tolerance could hide an error worth finding."""
         return self.tolerance <= LARGEST_USEFUL_TOLERANCE
 
     @property
@@ -210,9 +211,9 @@ class _StepProbe:
     def test_laws(self) -> Iterator[Law]:
         """Yield the laws that can be tested, with their errors, in the order of `LAWS`."""
         for name, test in LAWS.items():
-            found = test(self)
-            if found is not None:
-                error, sentence = found
+            finding = test(self)
+            if finding is not None:
+                error, sentence = finding
                 yield Law(name, error, sentence)
 
     def test_scale(self) -> Finding | None:
@@ -246,11 +247,11 @@ class _StepProbe:
 
     def test_labels(self) -> Finding:
         """Compare one pack of all documents with the sum of the documents alone."""
-        # The first token of a document is no target, so its label must not count.
-        labelled = [
+        # Nothing predicts the first token of a document, so its label must not count. Give it one that is not masked.
+        with_first_labels = [
             document | {"labels": [document["input_ids"][0], *document["labels"][1:]]} for document in self.documents
         ]
-        return self.gap_to_total([[self.documents], [labelled]]), "a pack is the sum of its documents"
+        return self.gap_to_total([[self.documents], [with_first_labels]]), "a pack is the sum of its documents"
 
     def test_order(self) -> Finding:
         """Compare packs of the documents in other orders with the sum of the documents alone."""
@@ -283,8 +284,9 @@ class _StepProbe:
     def effect_of_last_input(self) -> float | None:
         """Return how much the last token of a document, as an input, changes the gradient of its own label.
 
-        A right step predicts the label from the tokens before it, so that this input changes nothing. None if that
-        cannot be seen: the step takes the values of its targets from the inputs, or all tokens are equal.
+        A right step predicts the label from the tokens before it, so that this input changes nothing. The result is
+        None if the step takes the values of its targets from the inputs, or all tokens are equal: then an effect of the
+        input cannot be seen.
         """
         document = self._longest_with_one_label()
         tokens = document["input_ids"]
@@ -292,6 +294,7 @@ class _StepProbe:
         if new_token is None:
             return None
         gradient = self.summed_gradient([[document]])
+        # If another last label changes nothing, the step takes its targets from the inputs.
         relabelled = document | {"labels": [*document["labels"][:-1], new_token]}
         if largest_gap(self.summed_gradient([[relabelled]]), gradient) <= LARGEST_USEFUL_TOLERANCE:
             return None
@@ -299,10 +302,10 @@ class _StepProbe:
         return largest_gap(self.summed_gradient([[changed]]), gradient)
 
     def nearest_token_counts(self) -> bool:
-        """Return whether the last but one token of a document changes the gradient of the last label.
+        """Return whether the last but one token of a document changes the gradient of the last label, as it should.
 
         If labels are shifted both by the data and by the model, the state that predicts a label has not seen this
-        token. True also if all tokens are equal, so that no change can be seen.
+        token. The result is True also if all tokens are equal, so that no change can be seen.
         """
         document = self._longest_with_one_label()
         tokens = document["input_ids"]
@@ -348,35 +351,36 @@ class _StepProbe:
             yield "a factor or a term that every document has. Give `reference`"
         if "shift" not in [law.name for law in laws]:
             yield "whether a label is predicted from the tokens before it: the step takes targets from `input_ids`"
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        gets_gradient = torch.stack(self.gradients_alone).ne(0).any(-1).any(0).tolist()
-        missed = [name for name, has_gradient in zip(trained, gets_gradient, strict=True) if not has_gradient]
+        parameters = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        products = torch.stack(self.gradients_alone)  # (documents, parameters, NUM_VECTORS)
+        gets_gradient = products.ne(0).any(-1).any(0).tolist()  # of each parameter, whether any document gives it one
+        missed = [name for name, has_gradient in zip(parameters, gets_gradient, strict=True) if not has_gradient]
         if missed:
             names = ", ".join(f"`{name}`" for name in missed[:NUM_SHOWN])
             if len(missed) > NUM_SHOWN:
                 names += ", ..."
             yield (
-                f"{len(missed)} of {len(trained)} parameters, to which no document gives a gradient ({names}): they "
+                f"{len(missed)} of {len(parameters)} parameters, to which no document gives a gradient ({names}): they "
                 "are not trained, for example because their output is detached"
             )
 
     def gradient_after(self, run: Callable[[], Any]) -> Tensor:
-        """Call `run` without gradients in the parameters, and return the products of those that it leaves there."""
+        """Call `run` without gradients in the parameters, and return the products of the gradients that it leaves."""
         self.model.zero_grad(set_to_none=True)
         run()
         return gradient_products([parameter for parameter in self.model.parameters() if parameter.requires_grad])
 
     def summed_gradient(self, groups: Groups) -> Tensor:
-        """Return the gradient of the summed loss of one step, each of whose micro-batches is a group of documents."""
+        """Return the gradient of the summed loss of one step, with one micro-batch for each group of documents."""
         num_trained = sum(_num_trained(document) for group in groups for document in group)
         return self.gradient_after(lambda: self.step([self.collate(list(group)) for group in groups])) * num_trained
 
     def gap_to_total(self, steps: Sequence[Groups]) -> float:
-        """Return how far the summed gradient of steps on all documents is from `total`, the largest gap of a step."""
+        """Return the largest gap between the summed gradient of a step, on all documents in groups, and `total`."""
         return max(largest_gap(self.summed_gradient(groups), self.total) for groups in steps)
 
     def gap_over_ranks(self, groups: Groups) -> float:
-        """Return how far the gradient of a step is from the sum over its documents if ranks divide each group.
+        """Return the gap between the gradient of a step whose groups ranks divide, and the sum of its documents.
 
         If a group has fewer documents than there are ranks, its first document is repeated, so that each rank has one.
         """
@@ -388,17 +392,21 @@ class _StepProbe:
         return largest_gap(self.gradient_after(lambda: self.step(micro_batches)) * num_trained, expected)
 
     def reference_gradient(self, document: Document) -> Tensor:
-        """Return the gradient of the summed loss of a document: of the reference or, without one, of a step on it."""
+        """Return the gradient of the summed loss of a document, by the reference or, without one, by a step on it."""
         reference = self.reference
         if reference is None:
             return self.summed_gradient([[document]])
         return self.gradient_after(lambda: reference(document).backward())
 
     def effect_of_neighbours(self, documents: list[Document], indices: Sequence[int]) -> float:
-        """Return how far the gradients of some documents in a pack, each with all others masked, are from alone.
+        """Return the largest gap between the gradient of a document in a pack, with all others masked, and alone.
 
         A constant factor does not count: it is no leak, and breaks the law of labels. First labels are masked, too, so
         that no label in the wrong place can look like a leak.
+
+        Args:
+            documents: the pack.
+            indices: the documents of the pack that are tested, one after the other.
         """
         documents = [document | {"labels": [IGNORE_INDEX, *document["labels"][1:]]} for document in documents]
         gaps = [0.0]
@@ -407,12 +415,12 @@ class _StepProbe:
                 pack = [document if j == i else _mask_labels(document) for j, document in enumerate(documents)]
                 in_pack = self.summed_gradient([pack])
                 alone = self.reference_gradient(documents[i])
-                factor = (in_pack * alone).sum() / (alone * alone).sum()
+                factor = (in_pack * alone).sum() / (alone * alone).sum()  # with which `alone` is nearest to `in_pack`
                 gaps.append(largest_gap(in_pack, factor * alone) if factor > 0 else inf)
         return max(gaps)
 
     def measure_repetition(self) -> float:
-        """Return how far the gradients of two equal steps are apart."""
+        """Return the gap between the gradients of two equal steps."""
         return largest_gap(self.summed_gradient([self.documents]), self.summed_gradient([self.documents]))
 
     def measure_rounding(self) -> float:
@@ -425,6 +433,8 @@ class _StepProbe:
         return largest
 
 
+# What tests each law, by its name. A test returns the error and a sentence, or None if the law cannot be tested on this
+# step. The order is the order in which laws name a cause: a broken law may follow from the laws before it.
 LAWS: dict[str, Callable[[_StepProbe], Finding | None]] = {
     "scale": _StepProbe.test_scale,
     "shift": _StepProbe.test_shift,
@@ -435,23 +445,22 @@ LAWS: dict[str, Callable[[_StepProbe], Finding | None]] = {
     "grouping": _StepProbe.test_grouping,
     "masked": _StepProbe.test_masked,
 }
-"""What tests each law, by its name, in the order in which laws name a cause: one may follow from those before it.
-
-A test returns the error and a sentence, or None if the law cannot be tested on this step.
-"""
 
 
 @contextmanager
 def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
-    """Within this context, the numbers that innermost modules return change by up to half a unit in the last place."""
+    """Within this context, the numbers that innermost modules return change by up to half a unit in the last place.
+
+    Innermost modules contain no other modules. `seed` sets the random changes.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def disturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         factor = 1 + torch.finfo(output.dtype).eps * (torch.rand(output.shape, generator=generator) - 0.5)
-        wide = torch.promote_types(output.dtype, torch.float32)
-        return (output.to(wide) * factor.to(output.device, wide)).to(output.dtype)
+        wide_dtype = torch.promote_types(output.dtype, torch.float32)
+        return (output.to(wide_dtype) * factor.to(output.device, wide_dtype)).to(output.dtype)
 
     with ExitStack() as hooks:
         for module in model.modules():
@@ -482,9 +491,9 @@ def _mask_labels(document: Document) -> Document:
 
 
 def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
-    """Return packs of three documents that mislead a loop which guesses boundaries from their content.
+    """Return packs of three documents each, with content that misleads a loop which guesses boundaries from it.
 
-    The keys say what is unusual, in words that follow "documents".
+    The keys say what is unusual, in words that follow "documents". Each document has at least two tokens.
     """
     longest = sorted(documents, key=_num_tokens)[-3:]
 
@@ -524,10 +533,10 @@ def _check_documents(documents: list[Document]) -> None:
             f"Document {i} was given with {lengths[i]} tokens and {len(documents[i]['labels'])} labels. Each token has "
             "a label of its own, -100 where it is not trained. Give labels that are not shifted."
         )
-    usable = sum(_num_tokens(document) >= 2 and _num_trained(document) > 0 for document in documents)
-    if usable < 4 or usable < len(documents) or len(set(lengths)) < 3:
+    num_usable = sum(_num_tokens(document) >= 2 and _num_trained(document) > 0 for document in documents)
+    if num_usable < 4 or num_usable < len(documents) or len(set(lengths)) < 3:
         raise ValueError(
-            f"{len(documents)} documents were given, {usable} of them with a trained token, of {len(set(lengths))} "
+            f"{len(documents)} documents were given, {num_usable} of them with a trained token, of {len(set(lengths))} "
             "lengths. A wrong weight or boundary shows only where documents differ. Give four or more, of three "
             "lengths at least, each with a trained token behind its first."
         )
