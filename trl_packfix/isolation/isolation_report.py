@@ -151,11 +151,10 @@ class IsolationReport:
 
         Args:
             on_leak (`str`, *optional*, defaults to `"raise"`):
-                What has been tried, as in [`SFTConfig`]. The message names the remaining options.
+                The setting of [`SFTConfig`], which says what has been tried. The message names the remaining options.
         """
         if self.passed:
             return
-        remedy = "Set `packing=False` and `padding_free=False`."
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if self.degree > 1:
             finding = f"the model raised: {self.error}"
@@ -169,6 +168,7 @@ class IsolationReport:
                 f"than attention needs tokens that other ranks hold{': ' + where if where else ''}. Set "
                 "`tokens_per_rank=None` (documents are then at most as long as one rank can train)."
             )
+        remedy = "Set `packing=False` and `padding_free=False`."
         if on_leak == "raise":
             remedy = (
                 'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '

@@ -37,8 +37,8 @@ def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
 def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set[type[nn.Module]], set[torch.dtype]]]:
     """Within this context, two sets are filled: classes of modules that draw random numbers, and dtypes of outputs.
 
-    A draw is attributed to the innermost module that is running, with its forward hooks. The dtypes of weights would
-    not be enough: accelerate runs fp32 weights under autocast inside the model's forward.
+    A draw is attributed to the innermost module that is running, with its forward hooks. The dtypes are those in which
+    the model computes. The weights may have another dtype: accelerate runs fp32 weights under autocast.
     """
     drawing_classes: set[type[nn.Module]] = set()
     dtypes: set[torch.dtype] = set()
