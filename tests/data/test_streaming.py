@@ -351,7 +351,7 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
         step += num_steps
         if number < len(launches) - 1:
             states = [saved_and_loaded(rank.state_dict(step)) for rank in ranks]
-    assert (ranks[0].num_alike == 1) == (num_shards % world_size == 0) or tokens_per_rank is not None
+    assert (ranks[0].ranks_per_share == 1) == (num_shards % world_size == 0) or tokens_per_rank is not None
     assert seen == dict.fromkeys(range(len(lengths)), last)
 
 

@@ -10,7 +10,7 @@ Words:
     pack         the documents of one micro-batch, which pass through the model together as one row of tokens.
     micro-batch  what a rank computes in one forward and backward. An optimizer step has several of them.
     dummy        a document of two untrained tokens, for a rank that has no document in a micro-batch.
-    part         the tokens of a pack that one rank holds, if several ranks share the pack (sequence parallelism).
+    group        the ranks that share a pack (sequence parallelism). Each of them holds a part of its tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,11 +47,11 @@ from .threads import wait_for_threads_before_forks
 class DocumentDataset(torch.utils.data.Dataset[Any]):
     """Dataset of documents by index. The index -1 (`NO_DOCUMENTS`) is the dummy document.
 
-    A document is a dictionary of `input_ids` and `labels`, as views of the table, and the values of its row.
+    A document is a dictionary of `input_ids` and `labels`, as views of the table, and the weight and source of its row.
 
     Args:
         reader: reads spans of the table.
-        documents: the spans.
+        documents: the spans of the documents.
         pad_token_id: token of the dummy document.
         values: weights and sources of the rows.
     """
@@ -68,7 +68,7 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
         return len(self.documents)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return the documents of a micro-batch."""
+        """Return the documents of a micro-batch. If `indices` say which group shares it, the documents say it, too."""
         # All indices are converted at once, because indexing numpy arrays one by one costs more than reading a short
         # document
         columns = (self.documents.row, self.documents.start, self.documents.stop)
@@ -90,7 +90,8 @@ def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
 class PackedBatchSampler:
     """Batch sampler that yields the document indices of each micro-batch of one rank in the current epoch.
 
-    Its length, the number of micro-batches, is equal on all ranks and in all epochs.
+    A `RankShare` is the list of these indices with the `Group` of ranks that share the micro-batch. The length of the
+    sampler, the number of micro-batches, is equal on all ranks and in all epochs.
     """
 
     def __init__(self, planner: EpochPlanner, rank: int = 0):
@@ -100,7 +101,7 @@ class PackedBatchSampler:
 
     @property
     def sampler(self) -> "PackedBatchSampler":
-        """This batch sampler itself. After `skip_first_batches`, accelerate calls `set_epoch` only on a `sampler`."""
+        """This batch sampler itself, because accelerate calls `set_epoch` on `sampler` after `skip_first_batches`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -113,8 +114,8 @@ class PackedBatchSampler:
     def __iter__(self) -> Iterator[RankShare]:
         schedule = self.planner.schedule(self.epoch)
         micro_batches = schedule.micro_batches(self.rank)
-        for indices, part in zip(micro_batches, schedule.parts_of_rank(self.rank), strict=True):
-            yield RankShare(indices.tolist(), Group(*part))
+        for indices, (degree, index) in zip(micro_batches, schedule.parts_of_rank(self.rank), strict=True):
+            yield RankShare(indices.tolist(), Group(degree, index))
 
 
 @dataclass
@@ -123,13 +124,13 @@ class PaddedBatchSampler:
 
     Ranks take turns batch by batch. All ranks have the same number of batches of the same size: the last batches are
     filled with the dummy document. From `batch_size` and `num_processes` accelerate computes how many rows of the last
-    gathered batch are real, so that `gather_for_metrics` cuts the dummies off.
+    gathered batch are real, so that `gather_for_metrics` cuts the dummies off. Accelerate decides the names of both.
     """
 
     num_documents: int
-    batch_size: int
+    batch_size: int  # number of documents in each batch of one rank
     rank: int
-    num_processes: int
+    num_processes: int  # number of ranks
 
     def __len__(self) -> int:
         return -(-self.num_documents // (self.batch_size * self.num_processes))
@@ -141,61 +142,71 @@ class PaddedBatchSampler:
 
 
 class PackContent:
-    """What packs hold beside rows of tokens. This class is for packs of text, which hold nothing more."""
+    """Adds what a pack holds beside tokens to its batch, such as images. This class adds nothing, for packs of text."""
 
-    is_cut_in_model: ClassVar[bool] = False  # whether the model cuts what enters its decoder to the part of a rank
+    # If several ranks share a pack: whether the batch holds all tokens, and each rank cuts out its part inside the
+    # model, before the decoder. Otherwise the batch holds the part of the rank
+    is_cut_in_model: ClassVar[bool] = False
 
     def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the documents of a pack, and one more if the model needs content that none of them has."""
+        """Return the documents of a pack, and one with an image if the model needs an image and none has one."""
         return documents
 
     def __call__(
         self, documents: list[dict[str, Any]], runs: list[DocumentRun], position_ids: Tensor
     ) -> dict[str, Any]:
-        """Return further entries of the batch of a pack, or entries that replace others.
+        """Return entries to add to the batch of a pack, or to replace in it.
 
         Args:
             documents: the documents of the pack.
-            runs: the runs of the pack, in the order of their rows.
+            runs: for each document the rows of the pack that belong to it, in the order of the rows. Documents that
+                share a common beginning have one row for each of its tokens; the first of these documents has them.
             position_ids: position of each token in its document, shape (1, T), with padding.
         """
         return {}
 
-    def samples(self, batch: dict[str, Any]) -> list[Tensor]:
-        """Return numbers of the content by which ranks compare whether they have made the same pack."""
+    def checksum_tensors(self, batch: dict[str, Any]) -> list[Tensor]:
+        """Return tensors of the added entries. Ranks that share a pack hash them, to check that their packs agree."""
         return []
 
 
-TEXT_CONTENT = PackContent()
+TEXT_CONTENT = PackContent()  # adds nothing
 
 
 @dataclass
 class PackCollator:
     """Collator of the trainer: makes the batch of a pack that a rank computes.
 
-    The batch is made in three steps: the rows of tokens, then further content, then the part of the rank is cut out.
-    Padding is added in the first step only, so that T is a multiple of the number of ranks that share the pack.
+    First the tokens become one row of T tokens, padded so that T is a multiple of the number of ranks that share the
+    pack. Then the content beside tokens is added, and the part of the rank is cut out.
     """
 
-    rows: PackedDataCollator  # a `PrefixCollator` if documents share common beginnings
+    text_collator: PackedDataCollator  # a `PrefixCollator` if documents share common beginnings
     content: PackContent = TEXT_CONTENT
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         share = RankShare.like(pack, pack)
         documents = self.content.with_placeholder(share)
-        batch, runs = self.rows.collate(documents, share.group.size)
+        batch, runs = self.text_collator.collate(documents, share.group.size)
         batch |= self.content(documents, runs, batch["position_ids"])
-        return cut_part(batch, share.group, labels_only=self.content.is_cut_in_model, samples=self.content.samples)
+        return cut_part(
+            batch,
+            share.group,
+            labels_only=self.content.is_cut_in_model,
+            checksum_tensors=self.content.checksum_tensors,
+        )
 
 
 @dataclass
 class PaddedCollator:
-    """Converts rows of the reader to int64 for a collator of TRL, which keeps their dtype. Losses need int64 labels."""
+    """Converts documents to int64 for a collator of TRL, which keeps their dtype. Losses need int64 labels."""
 
-    collate: Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]
+    collate: Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]  # the collator of TRL
 
     def __call__(self, documents: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        return self.collate([{name: values.astype(np.int64) for name, values in row.items()} for row in documents])
+        return self.collate(
+            [{name: values.astype(np.int64) for name, values in document.items()} for document in documents]
+        )
 
 
 def document_loader(
@@ -208,11 +219,11 @@ def document_loader(
 ) -> DataLoaderShard:
     """Return a data loader for one rank, prepared by accelerate so that its batches are moved to the device.
 
-    The sampler yields the batches of one rank already, so accelerate must not divide them between the ranks again. (It
-    once did: 53 of 97 documents were trained on 2 ranks, without an error.)
+    The sampler yields the batches of one rank already, so accelerate must not divide them between the ranks again. It
+    would do so without an error, and training would miss documents.
 
     Args:
-        dataset: gives the documents for the indices of a batch.
+        dataset: returns the documents for the indices of a batch (`__getitems__`).
         batch_sampler: yields the indices of each micro-batch of this rank.
         collate: makes the batch of the documents. If ranks share packs, it contains a `PackCollator`.
         device: the device of the batches, or None to leave them on the CPU.
@@ -336,6 +347,6 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         cost_model=cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model),
     )
     planner = EpochPlanner(documents, packing)
-    rows = DocumentDataset(reader, documents)
+    document_dataset = DocumentDataset(reader, documents)
     sampler = PackedBatchSampler(planner, rank)
-    return document_loader(rows, sampler, collate or PackedDataCollator(), device=None, **dataloader_kwargs)
+    return document_loader(document_dataset, sampler, collate or PackedDataCollator(), device=None, **dataloader_kwargs)

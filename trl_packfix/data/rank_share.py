@@ -1,11 +1,11 @@
 """Cut the batch of a pack into the parts that the ranks of a group hold, for sequence parallelism.
 
-A group is `degree` neighbouring ranks that share one pack of T tokens. The member with index i holds the tokens from
-i * T / degree to (i + 1) * T / degree. A document may begin in one part and end in another part.
+A group is s neighbouring ranks that share one pack of T tokens. The rank with the number i in its group holds the
+tokens from i * T / s to (i + 1) * T / s, its part. A document may begin in one part and end in another part.
 
-Every rank of a group reads all documents of the pack, as a `RankShare`, and makes the whole batch. Then `cut_part` cuts
-out the part of the rank (`PackCollator` in `loaders.py`). In the model, the ranks of a group exchange what attention
-needs of the other parts (`attention/exchange.py`).
+Every rank of a group reads all documents of the pack, as a `RankShare`, and makes the whole batch (`PackCollator` in
+`loaders.py`). Then it calls `cut_part`. In the model, the ranks of a group exchange what attention needs of the other
+parts (`attention/exchange.py`).
 """
 
 import zlib
@@ -24,11 +24,11 @@ PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")  # entries of a b
 
 
 class RankShare(list[Any]):
-    """List of the documents of a pack, or of their indices, that says which part of the pack this rank holds.
+    """List of the documents of a pack, or of their indices, and the group of ranks that shares the pack.
 
     Args:
         documents: all documents of the pack, or their indices.
-        group: the ranks that share the pack. By default the rank has the pack for itself.
+        group: the ranks that share the pack, and which of them this rank is. By default the rank is alone.
     """
 
     def __init__(self, documents: Iterable[Any], group: Group = ALONE):
@@ -46,21 +46,21 @@ def cut_part(
     group: Group,
     *,
     labels_only: bool = False,
-    samples: Callable[[dict[str, Any]], Sequence[Tensor]] | None = None,
+    checksum_tensors: Callable[[dict[str, Any]], Sequence[Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Cut the part of a rank out of the batch of a pack.
 
     Args:
         batch: the batch of the whole pack, with T tokens. T is a multiple of s, the size of the group.
         group: the ranks that share the pack. If this rank is alone, the batch is returned unchanged.
-        labels_only: cut the labels only, because the model cuts what enters its decoder.
-        samples: returns tensors of further content of the batch that enter the checksum.
+        labels_only: cut the labels only, because each rank cuts out its part of the other entries inside the model.
+        checksum_tensors: returns tensors of the batch to hash, beside its tokens and boundaries, such as images.
 
     Returns:
         The batch with these changes: `input_ids`, `labels`, `position_ids` and `seq_idx` have the shape
         (1, T / s). `shift_labels`, of the same shape, is the label of the next token, which may lie in the next
-        part. `layout` says where the part lies, and holds a checksum by which the ranks check that they have the same
-        pack. The boundaries `cu_seq_lens_q/k` and `max_length_q/k` still describe the whole pack.
+        part. `layout` says where the part lies, and holds a checksum, by which the ranks find out whether they have
+        made the same pack. The boundaries `cu_seq_lens_q/k` and `max_length_q/k` still describe the whole pack.
 
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
@@ -78,12 +78,14 @@ def cut_part(
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     checksum = 0
-    further = () if samples is None else samples(batch)
-    for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.checksum_tensors(), *further):
+    tensors = [batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.checksum_tensors()]
+    if checksum_tensors is not None:
+        tensors += checksum_tensors(batch)
+    for tensor in tensors:
         checksum = zlib.crc32(tensor.numpy().data, checksum)
     names = ("labels",) if labels_only else PER_TOKEN
-    part = {name: batch[name][:, rows].contiguous() for name in names}
-    part["shift_labels"] = shifted[:, rows].contiguous()
+    cut_entries = {name: batch[name][:, rows].contiguous() for name in names}
+    cut_entries["shift_labels"] = shifted[:, rows].contiguous()
     part_layout = layout.cut_to_part(rows, shifted != IGNORE_INDEX)
-    part[LAYOUT_KEY] = replace(part_layout, group=group, num_tokens=num_tokens, checksum=checksum)
-    return batch | part
+    cut_entries[LAYOUT_KEY] = replace(part_layout, group=group, num_tokens=num_tokens, checksum=checksum)
+    return batch | cut_entries

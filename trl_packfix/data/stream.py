@@ -2,20 +2,21 @@
 
 A stream is a `datasets.IterableDataset`: its lengths are not known in advance, so it cannot be planned as a table is
 (`epochs.py`). `StreamReader` (`stream_reader.py`) reads documents in chunks, in worker processes or in this one.
-`PackedStream` packs them here, in the training process, and yields the micro-batches of one rank. `FinishedPacks` then
-finishes the documents of each micro-batch. The trainer saves the state with each checkpoint (`training/restart.py`).
+`PackedStream` packs them here, in the training process, and yields the micro-batches of one rank. A waiting document
+holds its images encoded; `FinishedPacks` processes them when their micro-batch is made. The trainer saves the state
+with each checkpoint (`training/restart.py`).
 
 Documents are packed in the order of their arrival. The oldest waiting document begins a pack, and the pack is filled
 exactly, if possible, from at most `buffer_size` waiting documents. Then it is closed. All packs of an optimizer step
-are scheduled together, as for a table. The documents of the last step of a pass are spread over all its micro-batches,
-so every document is in exactly one pack of a pass. Then the next pass begins. Passes do not end: `max_steps` ends the
-run.
+are scheduled together, as for a table. The last step of a pass may have fewer packs; its documents are spread over all
+micro-batches of the step. So every document is in exactly one pack of a pass. Then the next pass begins, without end:
+`max_steps` ends the run.
 
 Words:
     pass     one reading of the whole stream: an epoch.
     shard    one of the pieces into which the dataset can be divided, such as a file.
-    part     what one reader reads in a pass: some shards, or the whole stream.
-    share    the part of the stream that belongs to a rank. Several ranks may have the same share.
+    share    what a rank reads in a pass: some shards, or the whole stream. Several ranks may have the same share.
+    part     what one reader reads in a pass: the share of the rank, or a piece of it for each worker.
     chunk    documents that a reader reads and sends together.
     degree   number of ranks that share a pack (sequence parallelism). These neighbouring ranks are a group.
     state    what a run needs to resume after an optimizer step: the documents that were read and not trained yet, the
@@ -60,23 +61,27 @@ from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
-TEXT_READER = StreamTokens()
+TEXT_ROWS = StreamTokens()  # makes documents of rows that have tokens
 MOST_BYTES = 2**28  # largest size of what waiting documents hold beside tokens, such as encoded images
 STATE_COLUMNS = ("input_ids", "labels")  # keys of a document that are arrays of tokens in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
-# Settings of the readers that may change when a run resumes: the remaining documents of the pass are then divided anew.
-# So are they with other values of `REPLANNED_SETTINGS`. `num_shards` is the number of shards of a rank
+# Settings that may change when a run resumes, as the settings of packing in `REPLANNED_SETTINGS` may. If one has
+# changed, the remaining documents of the pass are divided anew. `num_shards` is the number of shards of a rank
 READER_SETTINGS = ("rank", "num_workers", "num_shards")
-# Attributes of `PackedStream` that a state holds beside the documents and the positions of the readers
-SAVED_FIELDS = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count", "digest")
-StreamPack = list[DocumentTokens]
-# The path of a part of the stream (see `part_of`), and the epoch that decides the order in which it is shuffled
+# Attributes of `PackedStream` that a state holds beside the documents and the positions of the readers, and their keys
+SAVED_FIELDS = {
+    **{name: name for name in ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "digest")},
+    "is_rest_of_pass": "rest",
+    "ranks_reading": "count",
+}
+StreamPack = list[DocumentTokens]  # the documents of a pack
+# A part of the stream: its path, which `part_of` follows, and the epoch, which decides the order of a shuffled stream
 StreamPart = tuple[list[tuple[int, int]], int]
 
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Totals of all passes. All but the ledger count documents in packs that were given to training."""
+    """Totals of all passes: the ledger counts documents that were read, all other fields count packs that were made."""
 
     ledger: Ledger = field(default_factory=Ledger)  # counts of all documents that were read
     packs: int = 0
@@ -84,10 +89,10 @@ class StreamCounts:
     tokens: int = 0
     trained_tokens: int = 0
     images: int = 0
-    with_images: int = 0  # number of documents with an image
+    with_images: int = 0  # number of documents with at least one image
     most_images: int = 0  # largest number of images in a pack
-    tower_flops: float = 0.0  # of the vision tower
-    language_flops: float = 0.0  # of the language model
+    tower_flops: float = 0.0  # predicted cost of the vision tower
+    language_flops: float = 0.0  # predicted cost of the language model
 
     def __add__(self, other: "StreamCounts") -> "StreamCounts":
         totals = {name: count + getattr(other, name) for name, count in vars(self).items()}
@@ -96,7 +101,7 @@ class StreamCounts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StreamCounts":
-        """Return the counts that `asdict` has converted to `values`."""
+        """Return the counts whose `asdict` is `values`."""
         return cls(**values | {"ledger": Ledger.from_dict(values["ledger"])})
 
 
@@ -107,33 +112,35 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     pass when it has read them. Otherwise every rank reads the whole stream. All ranks then make the same packs, and
     each rank trains on its slots of every optimizer step, as with a table.
 
-    With sequence parallelism, a micro-batch may belong to a group of ranks, and each of them holds a part of it. If the
-    number of shards is a multiple of the number of groups of the smallest degree that holds `max_length`, each group
-    reads its own shards, and all packs have this degree. Otherwise every rank reads the whole stream, and each
-    micro-step has its own degree.
+    With sequence parallelism, a group of ranks may share a micro-batch, and each of them trains some of its tokens. The
+    ranks are first divided into groups of the smallest degree with which a group can hold `max_length` tokens. If the
+    number of shards is a multiple of the number of these groups, each group reads its own shards, and all packs have
+    this degree. Otherwise every rank reads the whole stream, and each micro-step has its own degree.
 
     A run that resumes with another number of ranks, see `merge_states`, first reads the parts of the stream that the
-    old ranks have not read in their pass. If these parts cannot be divided evenly, every rank reads all of them.
+    ranks of the earlier run have not read in their pass. If these parts cannot be divided evenly, every rank reads all
+    of them.
 
     Args:
         dataset: the stream.
         packing: the settings of packing.
-        rows: how rows become documents.
+        rows: makes documents of rows.
         rank: the rank that trains on the micro-batches.
         pad_token_id: token of the dummy document, which a rank trains on if it has no documents in a micro-step.
         num_workers: number of processes that read. At most one process per shard of this rank is used.
         worker_kwargs: arguments for the `DataLoader` of these processes.
         weight_column: column with the weight of each row.
         source_column: column with the source of each row.
-        most_bytes: largest size of what waiting documents hold beside tokens. When it is reached, packs are closed
-            before more documents are read.
+        most_bytes: largest size of what waiting documents hold beside tokens, such as images. When it is reached, packs
+            are closed before more documents are read.
 
     Raises:
         ValueError: while iterating, if a pass over the stream has no document to train on, or if `StreamReader` refuses
             a row.
     """
 
-    num_ahead = 0  # micro-batches that a data loader takes from this stream before they are trained
+    # Micro-batches that a data loader takes from this stream before they are trained; whoever makes the loader sets it
+    num_ahead = 0
     rows: StreamRows
     # The attributes in `SAVED_FIELDS`
     num_steps: int  # optimizer steps that were yielded
@@ -142,8 +149,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     counts: StreamCounts
     micro_steps: dict[int, int]  # number of micro-steps by their degree
     parts: list[StreamPart]  # the parts of the stream that this rank reads in this pass
-    rest: bool  # whether this pass was begun by another number of ranks
-    count: int  # number of neighbouring ranks that read the same parts in this pass
+    is_rest_of_pass: bool  # whether another number of ranks began this pass, so that this rank reads what they left
+    ranks_reading: int  # number of neighbouring ranks that read the same parts in this pass
     digest: int  # checksum of the tokens of all documents that were yielded, in the order of their packs
 
     def __init__(
@@ -151,7 +158,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         dataset: IterableDataset,
         packing: Packing,
         *,
-        rows: StreamRows = TEXT_READER,
+        rows: StreamRows = TEXT_ROWS,
         rank: int = 0,
         pad_token_id: int = 0,
         num_workers: int = 0,
@@ -162,10 +169,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     ):
         self.dataset, self.rows = rows.open_stream(dataset)
         smallest_degree = packing.parallel.smallest
-        # The share of this rank, and the number of neighbouring ranks with the same share
-        self.path, self.num_alike = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest_degree)
+        # The path of the share of this rank, and the number of neighbouring ranks with the same share
+        self.path, self.ranks_per_share = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest_degree)
         self.num_shards = part_of(self.dataset, self.path).num_shards
-        if self.num_alike != packing.world_size:
+        if self.ranks_per_share != packing.world_size:
             # A group does not know the documents of the other groups, so groups cannot be joined for a long document
             packing = replace(packing, degrees=(smallest_degree,))
         self.packing = packing
@@ -197,8 +204,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.micro_steps = {}
         self.digest = 0
         self._begin_pass()
-        self._first_state = self._snapshot()  # the state from which an iteration begins
-        self._num_skipped = 0  # empty micro-batches that an iteration yields first
+        self._first_state = self._snapshot()  # the state with which `__iter__` begins
+        self._num_skipped = 0  # number of empty micro-batches that `__iter__` yields first
         self._snapshots = {num_steps: self._first_state}  # states by the number of optimizer steps
 
     def _begin_pass(self) -> None:
@@ -206,9 +213,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         num_readers = max(self.num_workers, 1)
         self.parts = [([*self.path, (num_readers, reader)], self.num_passes) for reader in range(num_readers)]
         self._readers = [ReaderState()] * num_readers
+        self._all_arrived = False  # whether the last document of the pass has arrived
         self.num_arrived = 0
-        self.rest = False
-        self.count = self.num_alike
+        self.is_rest_of_pass = False
+        self.ranks_reading = self.ranks_per_share
 
     def __iter__(self) -> Iterator[StreamPack]:
         """Yield the micro-batches of this rank, without end, from the state that was loaded or from the beginning."""
@@ -218,38 +226,40 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             for micro_batches in self._one_pass():
                 self.num_steps += 1
                 self._snapshots[self.num_steps] = self._snapshot()
-                # The loader takes micro-batches ahead, at least one, so the latest trained step may be an earlier step.
-                # Its state may still be saved.
+                # Training is up to `1 + num_ahead` micro-batches behind, because the loader takes them ahead. The state
+                # of the step that was trained last may still be saved, so it is not removed
                 num_steps_ahead = -(-(1 + self.num_ahead) // self.packing.accumulation)
                 oldest = self.num_steps - num_steps_ahead
                 self._snapshots = {step: state for step, state in self._snapshots.items() if step >= oldest}
                 yield from micro_batches
-            if not self.num_arrived and not self.rest:
+            # After a restart there may be nothing left to read of a pass, which is no error
+            if not self.num_arrived and not self.is_rest_of_pass:
                 refuse_no_documents(
                     self.counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
-            if self.count > self.num_alike and self.rank >= self.num_alike:
-                # More ranks than usual have read, and counted, the same parts. From here on only the first ranks keep
-                # these counts, so that the sum over all ranks has them once.
+            if self.ranks_reading > self.ranks_per_share and self.rank >= self.ranks_per_share:
+                # In this pass all ranks have read, and counted, the same parts. In the next pass only groups of
+                # `ranks_per_share` ranks do. Only the first of these groups keeps the counts, because from then on the
+                # counts of all groups are added.
                 self.counts = StreamCounts()
             self.num_passes += 1
             self._begin_pass()
 
     def _one_pass(self) -> Iterator[list[RankShare]]:
         """Yield the micro-batches of this rank for each remaining optimizer step of the current pass."""
-        packing = replace(self.packing, world_size=self.count)
+        # The ranks that read the same parts make the same packs, and divide these packs as if there were no other ranks
+        packing = replace(self.packing, world_size=self.ranks_reading)
 
         def bytes_of(position: int) -> int:
             return self.rows.num_bytes(self._waiting[position])
 
         packs = packing.pack_stream(self._arriving_lengths(), bytes_of, self.most_bytes)
-        self._has_ended = False
         while True:
             # Close packs until there are enough for an optimizer step. When the last document has arrived, close all
             # remaining packs.
             for positions in packs:
                 self._closed_packs.append([self._waiting.pop(position) for position in positions])
-                if len(self._closed_packs) >= packing.packs_per_step and not self._has_ended:
+                if len(self._closed_packs) >= packing.packs_per_step and not self._all_arrived:
                     break
             if not self._closed_packs:
                 return
@@ -272,14 +282,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for document in documents:
             self.digest = zlib.crc32(np.ascontiguousarray(document["input_ids"]).data, self.digest)
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
-        num_images, values, squares = self.rows.count_images(documents).T
-        image_costs = packing.cost_model.tower(values, squares)
-        targets = np.array([np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents])
+        num_images, num_values, squares = self.rows.count_images(documents).T
+        image_costs = packing.cost_model.tower(num_values, squares)
+        num_trained = np.array([np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents])
         self.counts += StreamCounts(
             packs=len(packs),
             documents=len(documents),
             tokens=int(lengths.sum()),
-            trained_tokens=int(targets.sum()),
+            trained_tokens=int(num_trained.sum()),
             images=int(num_images.sum()),
             with_images=int(np.count_nonzero(num_images)),
             most_images=int(np.add.reduceat(num_images, offsets[:-1]).max()),
@@ -287,22 +297,22 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             language_flops=float(packing.cost_model(lengths).sum()),
         )
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, packing.capacity)
-        units = Units(lengths, packing.cost_model, image_costs, targets=targets)
-        schedule = packing.schedule(plan, units, 1)
+        units = Units(lengths, packing.cost_model, image_costs, targets=num_trained)
+        schedule = packing.schedule(plan, units, num_steps=1)
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
-        rank = self.rank % self.count
+        rank = self.rank % self.ranks_reading
         micro_batches = []
-        for indices, part in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True):
+        for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True):
             micro_batch = (dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist())
-            micro_batches.append(RankShare(micro_batch, Group(*part)))
+            micro_batches.append(RankShare(micro_batch, Group(degree, index)))
         return micro_batches
 
     def _arriving_lengths(self) -> Iterator[int]:
-        """Yield the number of tokens of each document in the order of arrival, first of the waiting documents.
+        """Yield the number of tokens of each document: first of the documents that wait already, then as they arrive.
 
         Each document is put into `_waiting` under its position in this order, before its length is yielded. At the end
-        of the pass `_has_ended` is set.
+        of the pass `_all_arrived` is set.
         """
         position = len(self._waiting)
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
@@ -325,9 +335,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             self._waiting.update(enumerate(chunk.documents, position))
             position += len(chunk.documents)
             yield from [len(document["input_ids"]) for document in chunk.documents]
-        self._has_ended = True
+        self._all_arrived = True
 
-    # State: every document that was read and not trained yet, and the positions of the readers.
+    # The state: every document that was read and not trained yet, the positions of the readers, and the counts.
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -339,7 +349,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def _snapshot(self) -> dict[str, Any]:
         """Return the current state. It holds the documents themselves, because documents are never changed."""
         documents_in_packs = [document for pack in self._closed_packs for document in pack]
-        return {name: getattr(self, name) for name in SAVED_FIELDS} | {
+        return {key: getattr(self, name) for name, key in SAVED_FIELDS.items()} | {
             "closed": [len(pack) for pack in self._closed_packs],
             "documents": documents_in_packs + list(self._waiting.values()),
             "readers": list(self._readers),
@@ -353,7 +363,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.num_passes = state["num_passes"]
         self._begin_pass()
         # A state of an earlier version lacks some of the fields, which then have the values of `_begin_pass`
-        vars(self).update({name: state[name] for name in SAVED_FIELDS if name in state})
+        vars(self).update({name: state[key] for name, key in SAVED_FIELDS.items() if key in state})
         self._readers = list(state["readers"])
         self._snapshots = {self.num_steps: self._snapshot()}
 
@@ -397,8 +407,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Make the state of this rank from the states of all ranks of a run with another number of ranks.
 
-        The ranks of that run may be in different passes. What the ranks that are behind have not read of the passes up
-        to the last one is read now. So every document is read once in each pass.
+        The ranks of that run may be in different passes. This run continues the latest of these passes. First it reads
+        what the ranks have not read in it and in the passes before it. So every document is read once in each pass.
 
         Args:
             states: the `state_dict()` of every rank after the same step, as saved.
@@ -407,9 +417,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             A state for `load_state_dict`.
 
         Raises:
-            ValueError: settings differ that decide which documents there are.
+            ValueError: a setting that decides which documents there are differs.
         """
-        # First check the settings. They are equal on all ranks of the earlier run, except for the rank
+        # First check the settings. All ranks of the earlier run have the same settings, except for their number
         first_state = states[0]
         changed = self._compare_settings(first_state)
         num_shards = self.dataset.num_shards
@@ -421,6 +431,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         if "parts" not in first_state:
             refused = changed  # saved by an earlier version, whose parts are not known
         else:
+            # Each division of the path has cut the share to one of `num` equal pieces
             num_shards_before = first_state["settings"]["num_shards"] * prod(num for num, _ in first_state["share"])
             if num_shards_before != num_shards:
                 refused["num_shards"] = (num_shards_before, num_shards)
@@ -438,19 +449,21 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for state in different_states:
             for part, reader in zip(state["parts"], state["readers"], strict=True):
                 if not reader["done"]:
+                    # `chunks` says how far the workers of a run are ahead of each other, and this run has other workers
                     unread.append((part, reader | {"chunks": 0}))
+            # A rank that is behind has read nothing of the later passes
             for epoch in range(state["num_passes"] + 1, last_pass + 1):
                 unread.append((([*state["share"]], epoch), asdict(ReaderState())))
         documents = [
             document for state in different_states for document in decode_documents(state["documents"], self.rows)
         ]
         counts = [StreamCounts.from_dict(state["counts"]) for state in different_states]
-        # Finally divide the parts, the waiting documents and the counts between the groups of ranks. If the parts
-        # cannot be divided evenly, every rank has all of them
-        num_groups = self.packing.world_size // self.num_alike
-        all_ranks_read_all = num_groups > 1 and len(unread) % num_groups > 0
-        if num_groups > 1 and not all_ranks_read_all:
-            every_group_in_turn = slice(self.rank // self.num_alike, None, num_groups)
+        # Finally divide the parts, the waiting documents and the counts between the groups of ranks with one share. If
+        # the parts cannot be divided evenly, every rank has all of them
+        num_groups = self.packing.world_size // self.ranks_per_share
+        is_divisible = len(unread) % num_groups == 0
+        if num_groups > 1 and is_divisible:
+            every_group_in_turn = slice(self.rank // self.ranks_per_share, None, num_groups)
             unread = unread[every_group_in_turn]
             documents = documents[every_group_in_turn]
             counts = counts[every_group_in_turn]
@@ -460,7 +473,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             "readers": [reader for _, reader in unread],
             "parts": [part for part, _ in unread],
             "rest": True,
-            "count": self.packing.world_size if all_ranks_read_all else self.num_alike,
+            "count": self.ranks_per_share if is_divisible else self.packing.world_size,
             "counts": asdict(sum(counts, StreamCounts())),
             "num_passes": last_pass,
             "num_arrived": 0,
@@ -486,21 +499,21 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
 
 def _identity(chunk: DocumentChunk) -> DocumentChunk:
-    """Return the chunk: the `collate_fn` of the loader, which would otherwise convert arrays to tensors."""
+    """Return the chunk unchanged, as `collate_fn` of a loader that would otherwise convert arrays to tensors."""
     return chunk
 
 
 @dataclass
 class FinishedPacks(torch.utils.data.Dataset[Any]):
-    """Dataset of a data loader that finishes waiting documents (`StreamRows.finish`).
+    """Dataset that finishes documents for their batch: it processes images that waited encoded (`StreamRows.finish`).
 
-    Its "indices" are the waiting documents themselves. The sampler of the loader is a `PackedStream`.
+    It is the dataset of a data loader whose batch sampler is a `PackedStream`. So its "indices" are the documents.
     """
 
-    rows: StreamRows
+    rows: StreamRows  # has made the documents
 
     def __getitems__(self, micro_batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the documents of a micro-batch."""
+        """Return the finished documents of a micro-batch."""
         return RankShare.like(micro_batch, map(self.rows.finish, micro_batch))
 
 
@@ -508,7 +521,7 @@ def encode_documents(documents: Sequence[DocumentTokens], rows: StreamRows) -> d
     """Join documents to a few values that `torch.load` reads with `weights_only`. `decode_documents` is the inverse.
 
     Returns:
-        The `lengths` of the documents, the joined values of each of their keys, and what `rows` adds.
+        The `lengths` of the documents, the joined values of each of their keys, and what `rows` adds, such as images.
     """
     first_document = documents[0] if documents else {}
     state: dict[str, Any] = {"lengths": torch.tensor([len(document["input_ids"]) for document in documents])}
@@ -524,7 +537,7 @@ def encode_documents(documents: Sequence[DocumentTokens], rows: StreamRows) -> d
 
 
 def decode_documents(state: dict[str, Any], rows: StreamRows) -> list[DocumentTokens]:
-    """Return the documents that `encode_documents` has joined to `state`."""
+    """Return the documents from which `encode_documents` has made `state`."""
     lengths = state["lengths"].tolist()
     columns: dict[str, list[Any]] = {}
     if lengths:

@@ -1,4 +1,4 @@
-"""Read the share of a rank of a stream, chunk by chunk, with a state to resume from after each chunk.
+"""Read what one rank trains of a stream, chunk by chunk, with a state to resume from after each chunk.
 
 The rows of the stream are tokenised while they are read. `StreamReader` cuts them to documents (`documents.py`) and
 yields chunks of documents to `PackedStream` (`stream.py`), which packs them.
@@ -11,8 +11,8 @@ again.
 Words:
     shard   one of the pieces into which a dataset can be divided, such as a file.
     share   what one rank reads: some of the shards, or all.
-    part    what one reader reads: the share of the rank, or its division among the workers.
-    reader  the reading of one part, with its position.
+    part    what one reader reads: the share of the rank, or a piece of it for each worker.
+    reader  what reads one part and has a position in it. Readers are numbered as their parts.
     chunk   documents that a reader yields together.
     group   neighbouring ranks that share packs (sequence parallelism). Their number is the degree.
 """
@@ -47,11 +47,12 @@ MANY_RANKS = 8  # with more ranks, a warning is logged if every rank reads the w
 
 DocumentTokens = dict[str, Any]
 """One document: `input_ids` and `labels`, int32 arrays of shape (tokens,). If rows have weights, also its weight, a
-scalar. If rows have sources, also the name of its source. `StreamRows` of a feature may add more."""
+scalar. If rows have sources, also the name of its source. If rows have images, also the images, encoded."""
 
 Path = Sequence[tuple[int, int]]
-"""How a part is cut out of a stream. The stream is divided, then one part of it is divided again, and so on. For each
-division the path has the number of parts and the index of the part that is used. The empty path is the whole stream."""
+"""How a part is cut out of a stream. The stream is divided, then one piece of it is divided again, and so on. For each
+division the path has the number of pieces and the index of the piece that is used. The empty path is the whole stream.
+"""
 
 
 def part_of(dataset: IterableDataset, path: Path) -> IterableDataset:
@@ -101,7 +102,7 @@ class ReaderState:
     """The position of one reader in a pass over its part of the stream."""
 
     # `IterableDataset.state_dict()` after the last chunk. None at the beginning, or if the dataset cannot continue
-    # exactly behind this chunk
+    # exactly where it stopped (`state_is_exact`)
     position: dict[str, Any] | None = None
     examples: int = 0  # number of rows that were read
     chunks: int = 0  # number of chunks that were yielded, also before a restart with the same readers
@@ -110,28 +111,28 @@ class ReaderState:
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """Documents that a reader yields together."""
+    """Documents that a reader yields together, with what a restart and a report need of them."""
 
     documents: list[DocumentTokens]
     ledger: Ledger  # counts of the rows that were read for these documents
-    reader: int  # index of the reader
-    state: ReaderState  # the state of the reader behind these documents
+    reader: int  # number of the reader
+    state: ReaderState  # the state of the reader after these documents
 
 
 class StreamRows(ABC):
-    """Makes documents of the rows of a stream, and says what waiting documents hold beside tokens.
+    """Makes documents of the rows of a stream: `StreamTokens` of rows with tokens, other classes of rows with images.
 
-    A document waits in `PackedStream` until its pack is trained, and may be saved in a checkpoint. So it may hold its
-    content in a small form, until `finish` makes the document of a batch of it.
+    A document waits in `PackedStream` until its pack is trained, and may be saved in a checkpoint. So it holds its
+    images encoded, as in the dataset, until `finish` processes them for a batch.
     """
 
     chunk: ClassVar[int] = CHUNK  # number of rows that are read together
-    finishes: ClassVar[bool] = False  # whether `finish` changes documents, which then takes long
-    processor_settings: str | None = None  # settings of the processor of the content, which a restart compares
+    finishes: ClassVar[bool] = False  # whether `finish` processes images. This takes long, so worker processes do it
+    processor_settings: str | None = None  # settings of the image processor, which a restart compares
 
     @abstractmethod
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamRows"]:
-        """Return the stream as it is read, and the object that makes documents of its rows."""
+        """Return the stream to read in place of `dataset`, and the object that makes documents of its rows."""
 
     @abstractmethod
     def read(
@@ -141,19 +142,19 @@ class StreamRows(ABC):
 
         Args:
             batch: the columns of the rows.
-            table: the columns of tokens, as `as_table` makes it of the batch.
+            table: the columns of tokens of these rows, which `as_table` has converted.
             packing: the settings that decide how documents are cut.
 
         Returns:
-            The documents; their spans in the rows; and the row of the batch that each row was made of, if rows were
-            divided into turns, else None.
+            The documents; their spans in the rows that were read; and, if rows of the batch were divided into turns,
+            the index in the batch for each row that was read, else None.
 
         Raises:
             ValueError: a row cannot be read, or `make_documents` refuses the rows.
         """
 
     def finish(self, document: DocumentTokens) -> dict[str, Any]:
-        """Return the document for a batch, from a waiting document."""
+        """Process the images of a waiting document, and return the document for a batch."""
         return document
 
     def num_bytes(self, document: DocumentTokens) -> int:
@@ -161,19 +162,26 @@ class StreamRows(ABC):
         return 0
 
     def count_images(self, documents: Sequence[DocumentTokens]) -> np.ndarray:
-        """Return the number of images of each document, their number of values, and its squares, shape (N, 3)."""
+        """Return three numbers for each document: its `image_count`, `image_values` and `image_squares`, shape (N, 3).
+
+        `Documents` (`documents.py`) explains them.
+        """
         return np.zeros((len(documents), 3), dtype=np.int64)
 
     def report_section(self, stream: Any, counts: Any) -> Any:
-        """Return what a report says of the content of the documents of a `PackedStream` so far; None of text."""
+        """Return the section of a report on the images of a `PackedStream` so far; None if documents have no images.
+
+        Args:
+            counts: the `StreamCounts`, added up over all ranks.
+        """
         return None
 
     def encode(self, documents: Sequence[DocumentTokens]) -> dict[str, Any]:
-        """Return the entries of a state that hold the content of documents, see `encode_documents` (`stream.py`)."""
+        """Return the entries of a saved state that hold the images of documents (`encode_documents` in `stream.py`)."""
         return {}
 
     def decode(self, state: dict[str, Any]) -> dict[str, list[Any]]:
-        """Return the content of the documents of a state by its key in a document. It inverts `encode`."""
+        """Return the images of the documents of a saved state, by the key that they have in a document."""
         return {}
 
 
@@ -202,13 +210,13 @@ class StreamTokens(StreamRows):
 
 @dataclass
 class StreamReader(torch.utils.data.IterableDataset[Any]):
-    """One pass over a share of a stream, in chunks. In a `DataLoader` with workers, each worker reads its own parts.
+    """One pass over what a rank reads of a stream, in chunks. In a `DataLoader`, each worker reads its own parts.
 
     Args:
-        parts: the parts of the share. Their rows have `input_ids` and, optionally, `labels`, `seq_lengths` and
-            `attention_mask`, or what `rows` makes documents of. There is one part for each worker, or one part without
-            workers. If another number of ranks has begun the pass, there may be more or fewer parts than workers, and a
-            worker reads one part after the other.
+        parts: the parts that this rank reads: one part for each worker, or one part without workers. If another number
+            of ranks has begun the pass, there may be more or fewer parts than workers, and a worker reads one part
+            after the other. Rows have what `rows` needs: `input_ids` and, optionally, `labels`, `seq_lengths` and
+            `attention_mask`, or conversations with images.
         states: the state from which the reader of each part continues.
         packing: the settings that decide how documents are cut.
         rows: makes documents of rows.
@@ -237,18 +245,23 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             return
         if worker:
             fsspec.asyn.reset_lock()  # inherited from the parent process; reading remote files would wait for it
-        # The loader takes a chunk from each worker in turn. If this worker was one turn ahead when the state was saved,
-        # it begins with an empty chunk, so that the other workers catch up.
+        # The loader takes a chunk from each worker in turn. When the state was saved, it may have taken one chunk more
+        # from the first workers than from the others. Now it begins with the first worker again, so a worker that is
+        # ahead begins with an empty chunk.
         states_by_worker = [self.states[i::num_workers] for i in range(num_workers)]
-        turns = [sum(state.chunks for state in states) for states in states_by_worker]
+        num_chunks = [sum(state.chunks for state in states) for states in states_by_worker]
         workers_with_rows = [i for i, states in enumerate(states_by_worker) if not all(state.done for state in states)]
-        if turns[worker_id] > min(turns[i] for i in workers_with_rows):
+        if num_chunks[worker_id] > min(num_chunks[i] for i in workers_with_rows):
             yield DocumentChunk([], Ledger(), unread[0], self.states[unread[0]])
         for reader in unread:
             yield from self._read_part(reader)
 
     def _read_part(self, reader: int) -> Iterator[DocumentChunk]:
-        """Yield the remaining chunks of the part `reader`, and finally an empty chunk with its final state."""
+        """Yield the remaining chunks of a reader, and finally an empty chunk with its final state.
+
+        Args:
+            reader: number of the reader, and of its part.
+        """
         state = self.states[reader]
         dataset = self.parts[reader]
         is_exact = state_is_exact(dataset)
@@ -276,7 +289,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
 
         Args:
             batch: the columns of the rows.
-            num_rows: number of rows that the reader has read before, for messages.
+            num_rows: number of rows that the reader has read before, which messages name.
 
         Returns:
             The documents, and their ledger.
@@ -308,7 +321,7 @@ def as_table(batch: dict[str, Any], *further_columns: str | None) -> Dataset:
     columns = {}
     for name in (*TOKEN_COLUMNS, *further_columns):
         if name is not None and name in batch:
-            # `[()]` makes a scalar of an array without dimensions
+            # A row may be a tensor without dimensions, such as a weight; `[()]` makes a scalar of it
             rows = [row if isinstance(row, list | str | None) else np.asarray(row)[()] for row in batch[name]]
             columns[name] = pa.array(rows)
     # A fixed fingerprint, because hashing the table would take longer than all other work on it

@@ -138,7 +138,7 @@ class TrainingData(TrainerPart):
             self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
-            self._text_collator = collate.rows
+            self._text_collator = collate.text_collator
 
         # Third, read the training set and make the packed model. TRL does not call `_prepare_dataset` for datasets with
         # images, so it is proved here that their texts are in the tokens

@@ -175,7 +175,7 @@ def resume_stream_at(
             # "count" is the number of neighbouring ranks that read the same rows, and so have equal states
             different_states = states[:: first_state["count"]]
             num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
-            all_read_it = state["count"] > stream.num_alike
+            all_read_it = state["count"] > stream.ranks_per_share
             division = "every rank reads all of it" if all_read_it else "divided between the ranks"
             logger.warning(
                 f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {num_waiting:,} documents "

@@ -185,6 +185,6 @@ class PackedImages(PackContent):
             entries["position_ids"] = torch.cat([position_ids[None], rope_positions[:, None]])
         return entries
 
-    def samples(self, batch: dict[str, Any]) -> list[Tensor]:
+    def checksum_tensors(self, batch: dict[str, Any]) -> list[Tensor]:
         pixels = batch.get("pixel_values")
         return [] if pixels is None else [pixels.flatten()[::SAMPLING_STEP].contiguous()]
