@@ -14,6 +14,9 @@ Every encoding of the boundaries is computed here from the lengths of the docume
 
 The first label of each document becomes -100 here, and in no other module: the token before it belongs to another
 document and must not be trained to predict it.
+
+A *row* is one of the T places of a pack. With shared prefixes (`features/prefixes`) documents with a common beginning
+share its rows. `PrefixCollator` there is a subclass of `PackedDataCollator`; here each document has rows of its own.
 """
 
 import math
@@ -54,14 +57,15 @@ def seq_idx(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
 class DocumentRun(NamedTuple):
     """A sequence of rows of a pack: the tokens of a document from the token `first` to its end.
 
-    `first` is 0 in a pack of `PackedDataCollator`. Where documents share rows, the tokens before `first` are rows of
-    documents before this one.
+    If documents share rows, the rows of the tokens before `first` belong to documents before this one in the pack.
+    Otherwise `first` is 0.
     """
 
     document: int  # index of the document in the batch
     first: int = 0
+    # Images are counted only if documents share rows
     images_before: int = 0  # number of images of the document that begin before `first`
-    num_images: int = 0  # number of images of the document; `PackedDataCollator` does not count them
+    num_images: int = 0  # number of all images of the document
 
 
 @dataclass
@@ -125,7 +129,7 @@ class PackedDataCollator:
     pad_token_id: int = 0
     pad_documents_to_multiple_of: int | None = None
     max_length: int | None = None
-    shares = False  # whether documents share rows; a feature has a subclass in which they do
+    shares = False  # whether documents share rows, which only a `PrefixCollator` can do
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         batch, _ = self.collate(documents)
@@ -136,11 +140,11 @@ class PackedDataCollator:
 
         Args:
             documents: the N documents of the pack.
-            degree: number of ranks that share the pack. T is a multiple of it. If `max_length` is set, the part of each
-                rank has a multiple of `pad_to_multiple_of` tokens.
+            degree: number of ranks that share the pack. T is padded to a multiple of it. If `max_length` is set, T / s
+                on each of s ranks is a multiple of `pad_to_multiple_of`.
 
         Returns:
-            The batch, and the runs of the pack: here each run is a whole document.
+            The batch, and for each document the rows that belong to it: here its run has all of its tokens.
         """
         import torch  # here, because `trl-packfix show` needs only `arrays`, and torch takes seconds
 
@@ -153,7 +157,7 @@ class PackedDataCollator:
         return batch, [DocumentRun(i) for i in range(len(documents))]
 
     def arrays(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> dict[str, Any]:
-        """Return the values of the batch that `collate` makes, as arrays of the shape (T,).
+        """Compute the batch without torch, as arrays of the shape (T,).
 
         The boundaries `cu_seq_lens` have the shape (N + 1,), and `max_length` is a number.
         """
@@ -163,6 +167,7 @@ class PackedDataCollator:
         padding = self._num_padding(num_tokens, degree)
         longest = max(lengths)
         if padding:
+            # Padding is one more document, or several documents that are at most as long as a document may be
             longest_padding = padding if self.max_length is None else max(longest, self.max_length)
             num_full, remainder = divmod(padding, longest_padding)
             lengths += [longest_padding] * num_full
@@ -171,21 +176,21 @@ class PackedDataCollator:
             longest = max(lengths)
 
         input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
-        targets = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
+        packed_labels = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
         np.concatenate(tokens, out=input_ids[:num_tokens], casting="same_kind")
         if all(map(is_, labels, tokens)):
             # Every token is its own label, and the converted tokens are copied faster
-            targets[:num_tokens] = input_ids[:num_tokens]
+            packed_labels[:num_tokens] = input_ids[:num_tokens]
         else:
-            np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
+            np.concatenate(labels, out=packed_labels[:num_tokens], casting="same_kind")
         bounds = cu_seq_lens(lengths)
-        targets[bounds[:-1]] = IGNORE_INDEX
+        packed_labels[bounds[:-1]] = IGNORE_INDEX
         if self.pad_documents_to_multiple_of:
             bounds = np.pad(bounds, (0, -len(lengths) % self.pad_documents_to_multiple_of), mode="edge")
 
         return {
             "input_ids": input_ids,
-            "labels": targets,
+            "labels": packed_labels,
             "position_ids": position_ids(lengths),
             "cu_seq_lens": bounds,
             "max_length": max(longest, min(self.max_length or 0, num_tokens + padding)),
@@ -195,7 +200,12 @@ class PackedDataCollator:
     def collate_with_rows(
         self, documents: Sequence[dict[str, Any]], degree: int = 1
     ) -> tuple[dict[str, Any], list[DocumentRun], list[npt.NDArray[Any]]]:
-        """Make the batch of a pack, as `collate` does, and return its runs and the rows of each document, (n,) each."""
+        """Make the batch of a pack, as `collate` does, for callers that look for the rows of each document.
+
+        Returns:
+            The batch; the runs; and for each document the rows of all its n tokens, also of shared tokens, shape (n,).
+        """
+        # `PrefixCollator.collate` calls this method
         batch, runs = PackedDataCollator.collate(self, documents, degree)
         bounds = np.cumsum([0, *(len(document["input_ids"]) for document in documents)])
         return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
@@ -206,15 +216,17 @@ class PackedDataCollator:
         """Return the order of the documents in the pack, and how they share rows; here they share none.
 
         Returns:
-            The document indices in order; the number of rows that each of them shares with the document before it in
-            this order; and the compared content of each document, in the order of `documents`: [] if none is compared.
+            The document indices in this order; the number of rows that each document shares with the document before
+            it, in this order; and the content by which each document was compared to find this number, in the order of
+            `documents`, or [] if documents were not compared.
         """
         return [*range(len(documents))], [0] * len(documents), []
 
     def _num_padding(self, num_tokens: int, degree: int) -> int:
         """Return the number of padding tokens of a pack that `degree` ranks share."""
         multiple = self.pad_to_multiple_of or 1
-        return -num_tokens % (math.lcm(multiple, degree) if self.max_length is None else multiple * degree)
+        multiple_of_pack = math.lcm(multiple, degree) if self.max_length is None else multiple * degree
+        return -num_tokens % multiple_of_pack
 
     @staticmethod
     def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
@@ -233,18 +245,18 @@ class PackedDataCollator:
             np.asarray(document["labels"]) if "labels" in document else ids
             for document, ids in zip(documents, tokens, strict=True)
         ]
-        for index, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
-            if len(ids) == 0 or len(targets) != len(ids):
+        for index, (ids, document_labels) in enumerate(zip(tokens, labels, strict=True)):
+            if len(ids) == 0 or len(document_labels) != len(ids):
                 raise ValueError(
-                    f"Document {index} of the batch has {len(ids)} tokens and {len(targets)} labels. A packed document "
-                    "needs at least one token and exactly one label per token. Remove empty documents and give "
-                    "`labels` the length of `input_ids`."
+                    f"Document {index} of the batch has {len(ids)} tokens and {len(document_labels)} labels. A packed "
+                    "document needs at least one token and exactly one label per token. Remove empty documents and "
+                    "give `labels` the length of `input_ids`."
                 )
         return tokens, labels
 
 
 def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
-    """Refuse documents with columns that say more about them than tokens and labels do.
+    """Refuse documents with columns that the collator would ignore although they change what is trained.
 
     Raises:
         ValueError: documents have a mask of trained tokens but no labels, are packs already, or are padded.
