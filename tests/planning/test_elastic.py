@@ -126,7 +126,7 @@ def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp
     first, second = ({"accumulation": a, "world_size": 2, "batch_size": 1} for a in (1, 2))
     saved = Saved(resumed(plan, first, None), first, 3, tmp_path)
     run = resumed(plan, second, saved)
-    assert not run.is_even
+    assert not run.has_equal_epochs
     assert run.position(3) == (0, 3)
     later = 5
     assert run.steps_of(0) > later, "the epoch ends before the second checkpoint"
@@ -137,7 +137,7 @@ def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp
         assert documents_of(again, step) == documents_of(run, step)
     in_next_epoch = run.first_step(1) + 1
     again = resumed(plan, second, Saved(run, second, in_next_epoch, tmp_path))
-    assert not again.is_even
+    assert not again.has_equal_epochs
     assert again.position(in_next_epoch) == (1, 1)
     for step in range(in_next_epoch, run.total_steps(EPOCHS)):
         assert documents_of(again, step) == documents_of(run, step)
@@ -147,7 +147,7 @@ def test_nothing_is_planned_anew_without_a_change(tmp_path):
     launch = {"accumulation": 2, "world_size": 2, "batch_size": 1}
     run = resumed("stream", launch, None)
     again = resumed("stream", launch, Saved(run, launch, run.num_steps + 2, tmp_path))
-    assert again.is_even
+    assert again.has_equal_epochs
     assert again.position(run.num_steps + 2) == (1, 2)
     assert np.array_equal(again.schedule(1).order, run.schedule(1).order)
 

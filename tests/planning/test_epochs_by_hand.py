@@ -76,13 +76,13 @@ def test_steps_after_a_restart_are_counted_from_its_epoch():
 
 
 @pytest.mark.parametrize(
-    "point, is_even",
+    "point, has_equal_epochs",
     [(ResumePoint(), True), (ResumePoint(2, 6), True), (ResumePoint(2, 7), False), (ResumePoint(2, 6, 1), False)],
 )
-def test_epochs_are_even_if_each_has_the_planned_steps(point, is_even):
+def test_epochs_are_even_if_each_has_the_planned_steps(point, has_equal_epochs):
     planner = plan_ten()
-    planner.start = point
-    assert planner.is_even is is_even
+    planner.resume_point = point
+    assert planner.has_equal_epochs is has_equal_epochs
 
 
 # Restarts
@@ -110,7 +110,7 @@ def test_the_rest_of_an_epoch_is_planned_as_a_table_of_its_own():
     assert planner.trained_documents(1, 2).tolist() == trained.tolist()
     assert planner.trained_documents(1, 3).sum() == 8
     assert planner.trained_documents(1, 4).all()
-    assert planner.start.trained is trained
+    assert planner.resume_point.trained is trained
     assert trained.sum() == 4, "a mask that was changed in place"
     # Another epoch has its own documents
     assert planner.trained_documents(2, 0).sum() == 0
@@ -149,9 +149,9 @@ def test_units_are_documents():
 def test_a_rest_of_fewer_documents_than_a_step_is_left_out():
     planner = plan_ten(drop_last=True)
     planner.resume_at(ResumePoint(1, 3, 5, mask_of(range(7))))
-    assert (planner.start.epoch, planner.start.first_step, planner.start.num_steps) == (2, 8, 0)
+    assert (planner.resume_point.epoch, planner.resume_point.first_step, planner.resume_point.num_steps) == (2, 8, 0)
     planner.resume_at(ResumePoint(1, 3, 5, mask_of(range(6))))
-    assert planner.start.epoch == 1
+    assert planner.resume_point.epoch == 1
     assert planner.steps_of(1) == 6
 
 

@@ -1,8 +1,8 @@
 """Compute the schedule of every epoch: documents -> units -> plan -> schedule.
 
 `EpochPlanner` takes the documents of a table (`documents.py`) and the settings of packing (`planning/packing.py`). It
-gives the schedule of an epoch to the batch sampler (`loaders.py`), and the numbers of steps to the trainer. Only
-lengths are used here, no tokens.
+returns the schedule of an epoch to the batch sampler (`loaders.py`), and the numbers of steps to the trainer. Only the
+lengths of documents are used here, not their tokens.
 
 Words:
     unit         what planning moves as one. A unit is a document, or several documents that a feature plans as one.
@@ -11,8 +11,8 @@ Words:
     schedule     which documents belong to each optimizer step, micro-batch and rank.
     slot         a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
     degree       the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
-    keeps steps  A strategy keeps the unpacked steps if every optimizer step has the documents of the same step of an
-                 unpacked run (`minibatch`). Such a strategy has no plan, only schedules.
+    keeps steps  With the strategy `minibatch` every optimizer step has the documents that the same step of an unpacked
+                 run has. Such a strategy keeps the unpacked steps. It has no plan, only schedules.
 
 For a large dataset, the first plan and every schedule are cached beside the documents, for all ranks of a node and for
 the next start (`cache.py`). The name of each file is a hash of everything that its content depends on. One process of a
@@ -45,7 +45,7 @@ MIN_CACHED_DOCUMENTS = 50_000
 class ResumePoint:
     """The epoch in which a run resumes, and the documents of this epoch that were trained under an earlier plan."""
 
-    epoch: int = 0
+    epoch: int = 0  # number of the epoch, from 0
     first_step: int = 0  # number of optimizer steps that the run has trained before this epoch
     # Number of optimizer steps that were trained in this epoch under an earlier plan. 0 if the run that resumes plans
     # the whole epoch
@@ -65,7 +65,7 @@ class EpochPlanner:
     at each of these degrees before the first step.
 
     Args:
-        documents: the documents of the table, shape (N,). A feature may need them sorted by their tokens.
+        documents: the N documents of the table. A feature may need their order by tokens (`Documents.token_order`).
         packing: the settings. `EpochPlanner` replaces its degrees by the degrees that the first epoch uses.
         may_be_empty: allow an epoch of zero steps.
 
@@ -77,12 +77,12 @@ class EpochPlanner:
     packing: Packing
     may_be_empty: bool = False
     num_steps: int = field(init=False)  # number of optimizer steps of an epoch that is planned from its beginning
-    start: ResumePoint = field(init=False, default=ResumePoint(), repr=False)
+    resume_point: ResumePoint = field(init=False, default=ResumePoint(), repr=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
-    _first_packing: Packing = field(init=False, repr=False)
+    _first_packing: Packing = field(init=False, repr=False)  # the settings for the first epoch, with all degrees
     _latest_schedule: Schedule | None = field(init=False, default=None, repr=False)
     _latest_epoch: int = field(init=False, default=-1, repr=False)  # the epoch of `_latest_schedule`
-    # The schedule of the epoch of `start`, if a part of this epoch was trained under an earlier plan
+    # The schedule of the epoch of `resume_point`, if a part of this epoch was trained under an earlier plan
     _resumed_schedule: Schedule | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class EpochPlanner:
                 "is incomplete and is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
-        # Keep only the degrees that the first epoch uses
+        # Keep the smallest degree, and the other degrees that the first epoch uses
         if len(packing.degrees) > 1:
             degrees = {packing.parallel.smallest, *self.schedule(0).degrees.tolist()}
             self.packing = replace(packing, degrees=tuple(sorted(degrees)))
@@ -125,13 +125,13 @@ class EpochPlanner:
         return self.packing.cost_model.tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
-        """Estimate the FLOPs for the images of some documents that are behind their first `shared[i]` tokens.
+        """Estimate the FLOPs for the images of documents, without the images in the tokens that a document shares.
 
         The FLOPs of a document are divided evenly over the tokens from its first image to its last image.
 
         Args:
             documents: indices of documents, shape (M,).
-            shared: number of tokens at the beginning of each document that do not count, shape (M,).
+            shared: number of tokens at the beginning of each document that it shares, shape (M,).
 
         Returns:
             FLOPs, shape (M,).
@@ -148,11 +148,15 @@ class EpochPlanner:
 
     @cached_property
     def _units(self) -> Units:
-        """The units of all documents of the table."""
+        """The units of all epochs, for strategies and features with which they are equal in all epochs."""
         return self._make_units()
 
     def _make_units(self, step_of_documents: Int64Array | None = None) -> Units:
-        """Return the units of documents that may have to keep their steps, see `Feature.make_units`."""
+        """Return the units of all documents, see `Feature.make_units`.
+
+        Args:
+            step_of_documents: the optimizer step that each document must keep, shape (N,), or None.
+        """
         documents = self.documents
         units = Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
         return self.packing.feature.make_units(units, self, step_of_documents)
@@ -163,7 +167,8 @@ class EpochPlanner:
         With the strategy `minibatch` a unit consists of documents of one optimizer step. The steps have other
         documents in every epoch, so every epoch has other units of several documents.
         """
-        if not self.packing.traits.keeps_unpacked_steps or not self.packing.feature.regroups:
+        units_are_documents = not self.packing.feature.regroups
+        if units_are_documents or not self.packing.traits.keeps_unpacked_steps:
             return self._units
         return self._make_units(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
 
@@ -173,18 +178,19 @@ class EpochPlanner:
         If the epoch was begun under an earlier plan, its remaining documents are planned anew. The new schedule of this
         epoch begins with empty steps, one for each step that was trained already.
         """
-        self.start = point
+        self.resume_point = point
         self._resumed_schedule = None
         if point.trained is None:
             return
-        # First plan the remaining documents as a dataset of their own
+        # First plan the remaining documents as epoch 0 of a dataset of their own. Its seed depends on the epoch, so
+        # that runs that resume in different epochs draw different orders
         is_remaining = ~point.trained
         packing = self.packing
         remaining_packing = replace(packing, seed=packing.seed + point.epoch)
         remaining_planner = EpochPlanner(self.documents.select(is_remaining), remaining_packing, may_be_empty=True)
         if not remaining_planner.num_steps:
             # The remaining documents do not fill a step, so the run continues with the next epoch
-            self.start = ResumePoint(point.epoch + 1, point.first_step + point.num_steps)
+            self.resume_point = ResumePoint(point.epoch + 1, point.first_step + point.num_steps)
             return
         schedule = remaining_planner.schedule(0)
         # Then number the documents as in the table, and put the empty steps in front
@@ -198,20 +204,23 @@ class EpochPlanner:
         )
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_epochs(self) -> bool:
         """Whether all epochs have the same number of optimizer steps."""
-        return self.start.num_steps == 0 and self.start.first_step == self.start.epoch * self.num_steps
+        return (
+            self.resume_point.num_steps == 0
+            and self.resume_point.first_step == self.resume_point.epoch * self.num_steps
+        )
 
     def steps_of(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch, including the steps trained under an earlier plan."""
-        if self._resumed_schedule is not None and epoch == self.start.epoch:
+        if self._resumed_schedule is not None and epoch == self.resume_point.epoch:
             return self._resumed_schedule.num_steps
         return self.num_steps
 
     def first_step(self, epoch: int) -> int:
-        """Return the number of optimizer steps of the run before `epoch`, which is not before the epoch of `start`."""
-        epochs_before = range(self.start.epoch, epoch)
-        return self.start.first_step + sum(map(self.steps_of, epochs_before))
+        """Return the number of optimizer steps before an epoch, which is the epoch of `resume_point` or a later one."""
+        epochs_before = range(self.resume_point.epoch, epoch)
+        return self.resume_point.first_step + sum(map(self.steps_of, epochs_before))
 
     def position(self, step: int) -> tuple[int, int]:
         """Return where the run is after `step` optimizer steps.
@@ -219,8 +228,8 @@ class EpochPlanner:
         Returns:
             The epoch, and the number of optimizer steps that are trained in this epoch.
         """
-        epoch = self.start.epoch
-        step_in_epoch = step - self.start.first_step
+        epoch = self.resume_point.epoch
+        step_in_epoch = step - self.resume_point.first_step
         while step_in_epoch >= self.steps_of(epoch):
             step_in_epoch -= self.steps_of(epoch)
             epoch += 1
@@ -231,16 +240,16 @@ class EpochPlanner:
 
         It is at least 1, and at least the number of steps before the epoch in which the run resumes.
         """
-        epoch = max(int(num_epochs), self.start.epoch)
+        epoch = max(int(num_epochs), self.resume_point.epoch)
         fraction = max(num_epochs - epoch, 0.0)
         return max(ceil(self.first_step(epoch) + fraction * self.steps_of(epoch)), 1)
 
     def trained_documents(self, epoch: int, num_steps: int) -> BoolArray:
         """Return whether each document is trained in the first `num_steps` steps of an epoch, shape (N,)."""
-        trained_before = self.start.trained if epoch == self.start.epoch else None
+        trained_before = self.resume_point.trained if epoch == self.resume_point.epoch else None
         trained = np.zeros(len(self.documents), dtype=bool) if trained_before is None else trained_before.copy()
         schedule = self.schedule(epoch)
-        num_slots = num_steps * self.packing.bins.num_slots
+        num_slots = num_steps * self.packing.bins.num_slots  # `bins.num_slots`: slots of one step
         trained[schedule.order[: schedule.offsets[num_slots]]] = True
         return trained
 
@@ -249,7 +258,7 @@ class EpochPlanner:
 
         Steps that were trained under an earlier plan are empty.
         """
-        if self._resumed_schedule is not None and epoch == self.start.epoch:
+        if self._resumed_schedule is not None and epoch == self.resume_point.epoch:
             return self._resumed_schedule
         if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are equal
@@ -262,8 +271,8 @@ class EpochPlanner:
                 arrays["offsets"],
                 self.packing.accumulation,
                 self.packing.world_size,
-                len(self.documents) - len(arrays["order"]),
-                arrays["degrees"],
+                num_skipped=len(self.documents) - len(arrays["order"]),
+                degrees=arrays["degrees"],
             )
             self._latest_epoch = epoch
         return self._latest_schedule
@@ -290,9 +299,10 @@ class EpochPlanner:
         else:
             assert self.first_plan is not None
             plan = self.first_plan if epoch == 0 else packing.plan(units, epoch, self.documents.block)
-            if plan.num_packs > self.num_steps * packing.packs_per_step and not packing.drop_last:
-                # The Trainer has computed the number of steps from the first plan, and this plan needs more steps. So
-                # the packs of the first plan are trained in another order.
+            needs_more_steps = plan.num_packs > self.num_steps * packing.packs_per_step
+            if needs_more_steps and not packing.drop_last:
+                # The Trainer has computed the number of steps from the first plan, so no epoch may have more. The packs
+                # of the first plan are trained in another order.
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))

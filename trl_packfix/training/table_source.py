@@ -133,7 +133,7 @@ class TableSource(Source):
         """Return the schedule of the first epoch of this run, and the trained tokens of each document, (N,)."""
         if self.planner is None:
             return None, None
-        first_epoch = self.planner.start.epoch  # the epoch in which the run starts or resumes
+        first_epoch = self.planner.resume_point.epoch  # the epoch in which the run starts or resumes
         return self.planner.schedule(first_epoch), self.documents.trained
 
     def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
@@ -164,7 +164,7 @@ class TableSource(Source):
     @property
     def _planner_if_uneven(self) -> EpochPlanner | None:
         """The planner, if an epoch has another number of steps than the others; else None."""
-        return None if self.planner is None or self.planner.is_even else self.planner
+        return None if self.planner is None or self.planner.has_equal_epochs else self.planner
 
     def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the values of transformers with this run's number of epochs (first) and of optimizer steps (last)."""
@@ -246,13 +246,13 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
     # saved, and not the next one.
     epoch, num_steps_before_last = planner.position(step - 1)
     num_trained_steps = num_steps_before_last + 1
-    is_resumed_epoch = epoch == planner.start.epoch
-    trained_before = planner.start.trained if is_resumed_epoch else None
+    is_resumed_epoch = epoch == planner.resume_point.epoch
+    trained_before = planner.resume_point.trained if is_resumed_epoch else None
     state = {
         "epoch": epoch,
         "first_step": step - num_trained_steps,  # optimizer steps of the run before this epoch
         # Steps of the epoch that were trained under earlier plans, when the running plan was made
-        "planned_at": planner.start.num_steps if is_resumed_epoch else 0,
+        "planned_at": planner.resume_point.num_steps if is_resumed_epoch else 0,
         "steps_left": planner.steps_of(epoch) - num_trained_steps,
         "step_hash": step_hash(planner, epoch),
     }
