@@ -240,7 +240,7 @@ def _describe_first_without_checkpointing(
     for method, peak in peaks.items():
         total = peak(tokens=tokens, gpus=gpus, checkpointing=False).total
         beginning = f"{method.name} on {count_of(gpus, 'GPU')} "
-        if text := describe_unneeded_checkpointing(total, memory, start=beginning):
+        if text := describe_unneeded_checkpointing(total, memory, prefix=beginning):
             return [text]
     return []
 

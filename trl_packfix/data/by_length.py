@@ -23,8 +23,9 @@ from .rank_share import RankShare
 
 # Largest number of tokens of a document in the first and in the second class of lengths. Longer documents are the third
 LENGTH_CLASSES = (384, 4096)
-TILE_QUERIES = 128  # number of queries that a block computes, in the largest of the grids
+TILE_QUERIES = 128  # largest number of queries that one block of threads computes
 MAX_LAUNCHES = 6  # in one layer; there may be more than classes, because padding adds documents at the end of a pack
+# For each launch (first document, last document + 1, first token, last token + 1, tokens of its longest document)
 Launches = tuple[tuple[int, int, int, int, int], ...]
 
 
@@ -33,12 +34,12 @@ def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launche
 
     Args:
         bounds: first token of each of N documents, followed by the number of tokens, shape (N + 1,).
-        longest: number of tokens for which a single launch of all documents would start blocks in each document.
+        longest: number of tokens that `max_length_q` says for the pack. A single launch of all documents would start
+            blocks for so many tokens in each document.
 
     Returns:
-        For each launch (first document, last document + 1, first token, last token + 1, tokens of its longest
-        document). Documents without tokens are in no launch. The tuple is empty if a single launch is good enough: at
-        most half of its blocks have no work, or neighbouring documents differ in length too often.
+        The launches. Documents without tokens are in no launch. The tuple is empty if a single launch is used: at least
+        half of its blocks have work, or neighbours differ in length so often that there would be too many launches.
 
     >>> plan_launches(np.array([0, 5000, 5100, 5200, 5200]), longest=8192)
     ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
@@ -66,7 +67,7 @@ class ByLength:
     The longest document comes first.
     """
 
-    collate: Callable[[Any], dict[str, Any]]
+    collate: Callable[[Any], dict[str, Any]]  # the other collator
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))

@@ -15,7 +15,7 @@ sizes of the model. `predict_peak` computes from them the memory for a micro-bat
 
 Words:
     engine         how GPUs share the states of the model: DDP (each GPU has all), ZeRO-2 or ZeRO-3.
-    casts          copies of fp32 weights in bfloat16, which autocast makes.
+    casts          copies of fp32 weights in bfloat16, which autocast makes in the forward pass.
     checkpointing  a layer saves only its input for the backward pass, and computes its activations again there.
     head           the last layer, which computes the logits of the vocabulary, and the loss.
 """
@@ -81,15 +81,15 @@ METHODS = tuple(TrainingMethod(lora, engine) for lora in (False, True) for engin
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What autograd saves in a forward pass. Sizes are in bytes per token, unless said otherwise."""
+    """What autograd saves in a forward pass."""
 
-    layers: tuple[float, ...]  # saved inside each layer that checkpointing computes again
-    inputs: tuple[float, ...]  # inputs of these layers
-    outside: float  # saved outside of these layers
-    casts: float = 0.0  # copies of weights, in bytes
-    is_cached: bool = False  # whether autocast caches the copies until the forward pass ends, also with checkpointing
-    # Whether the copies are modelled. They cannot be counted for experts, which run on fake tensors only without
-    # autocast
+    layers: tuple[float, ...]  # bytes per token inside each layer that checkpointing computes again
+    inputs: tuple[float, ...]  # bytes per token of the input of each of these layers
+    outside: float  # bytes per token outside of these layers
+    casts: float = 0.0  # bytes of the casts of all layers
+    is_cached: bool = False  # whether autocast keeps all casts until the forward pass ends, also with checkpointing
+    # Whether `casts` is computed from the number of parameters. With experts it cannot be counted, because experts run
+    # on fake tensors only without autocast
     is_modelled: bool = False
 
 
@@ -154,7 +154,7 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
     # First build the model on the meta device, with the dtype and the attention that it has in training. Grouped
     # products of experts run on fake tensors only in bfloat16
     has_experts = experts_of(text)[0] > 0
-    autocast = method.engine == "DDP" and not has_experts
+    autocast = method.engine == "DDP" and not has_experts  # DeepSpeed trains in bfloat16, without autocast
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
     dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
     model = build_on_meta(text_class, config_part).train()
@@ -187,8 +187,9 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
             f"({type(error).__name__}: {error}), so what it saves for backward cannot be counted. Leave out `--memory`."
         ) from error
     if method.engine == "DDP" and has_experts and not method.lora:
+        # Training has autocast, which casts all weights, but the forward pass was counted without autocast
         saved = replace(saved, casts=2 * parameters, is_cached=True, is_modelled=True)
-    heads = with_pairs_of(text, 0.0).attention
+    heads = with_pairs_of(text, per_token=0.0).attention  # of the cost model, only the heads are needed
     return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, heads, saved)
 
 
@@ -209,10 +210,9 @@ def save_dropout_masks(model: nn.Module) -> None:
 
 
 def group_experts(model: nn.Module) -> None:
-    """Let modules of experts compute grouped products.
+    """Replace the forward of modules that loop over experts by one that computes all experts as grouped products.
 
-    Some modules (Step-3.7) loop over the experts that tokens are sent to. Fake tensors have no values, so these experts
-    are not known.
+    Such a module (in Step-3.7) asks to which experts the tokens are sent. Fake tensors have no values to answer this.
     """
     for module in model.modules():
         loops_over_experts = (
@@ -300,6 +300,7 @@ def count_saved_bytes(model: PreTrainedModel, autocast: bool) -> SavedActivation
         storage = tensor.untyped_storage()
         if storage._cdata not in counted and storage._cdata not in weights:
             counted[storage._cdata] = storage
+            # The size of a cast does not grow with the number of tokens, see `NUM_COUNTED_TOKENS`
             kind = "casts" if storage.nbytes() % NUM_COUNTED_TOKENS else "tokens"
             totals[kind] += storage.nbytes()
         return tensor
@@ -307,7 +308,7 @@ def count_saved_bytes(model: PreTrainedModel, autocast: bool) -> SavedActivation
     def begin_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
         input_bytes.append(states.numel() * states.element_size())
-        layer_bytes.append(-totals["tokens"])
+        layer_bytes.append(-totals["tokens"])  # `end_layer` adds the total after the layer
 
     def end_layer(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
         layer_bytes[-1] += totals["tokens"]
@@ -373,10 +374,14 @@ def predict_peak(
     saved = sizes.saved
     input_bytes = max(saved.inputs, default=0.0) if offload else sum(saved.inputs)
     saved_by_layers = input_bytes if checkpointing else sum(saved.layers)
-    # With checkpointing, the casts of a layer are in memory while it is computed. Otherwise all casts stay in memory
+    # With checkpointing, the casts of a layer are in memory while the layer is computed. Otherwise all casts stay in
+    # memory, as weights do
     casts = saved.casts if checkpointing else 0.0
+    casts_of_layer = casts / max(len(saved.layers), 1)
     largest_layer = max(saved.layers, default=0.0) * tokens
-    layer = (checkpointing + TEMPORARY_SHARE) * largest_layer + casts / max(len(saved.layers), 1)
+    # With checkpointing, the activations of the layer are there a second time, computed again
+    share_of_layer = 1 + TEMPORARY_SHARE if checkpointing else TEMPORARY_SHARE
+    layer = share_of_layer * largest_layer + casts_of_layer
     # Flash attention sums the gradients of queries in fp32. If several query heads share a head of keys and values, it
     # computes the gradients of keys and values for each query head
     rows = tokens + ROWS_PER_DOCUMENT * documents
@@ -389,33 +394,37 @@ def predict_peak(
     return PeakMemory(
         **_model_state_bytes(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
         activations=(saved.outside + saved_by_layers) * tokens,
+        # The head is the end of the forward pass, at which autocast still has the casts of all layers
         head=_head_bytes(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
         layer=layer,
         attention=max(attention_bytes, default=0.0) + copied_keys,
     )
 
 
-def describe_unneeded_checkpointing(peak: float, memory: float, start: str = "") -> str:
-    """Return a text that says that a run fits without gradient checkpointing; "" if it does not.
+def describe_unneeded_checkpointing(peak: float, memory: float, prefix: str = "") -> str:
+    """Return a text that says that a run fits without gradient checkpointing; "" if the run does not fit.
 
     Args:
         peak: bytes at the peak of a step without checkpointing.
         memory: bytes of the GPU.
-        start: how the text begins.
+        prefix: the words in front of "fits without gradient checkpointing".
     """
     if peak > memory - RESERVED:
         return ""
     sizes = f"{peak / GIB:.0f} of {memory / GIB:.0f} GiB"
-    return f"{start}fits without gradient checkpointing ({sizes}): about {CHECKPOINTING_FACTOR:g} times faster"
+    return f"{prefix}fits without gradient checkpointing ({sizes}): about {CHECKPOINTING_FACTOR:g} times faster"
 
 
 def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, casts: float) -> dict[str, float]:
     """Return the bytes of the states of the model on one GPU, by the fields of `PeakMemory`.
 
-    A number has 4 bytes in fp32 and 2 in bfloat16. AdamW has two fp32 states for each trained parameter, and DeepSpeed
-    has an fp32 copy of its weight.
+    A number has 4 bytes in fp32 and 2 in bfloat16. AdamW has two fp32 states for each trained parameter. DeepSpeed also
+    has an fp32 copy of each trained weight.
 
     Args:
+        sizes: the sizes of the model.
+        method: what is trained, and by which engine.
+        gpus: number of GPUs.
         casts: bytes of the casts that are in memory during the whole step.
     """
     parameters = sizes.parameters
@@ -431,8 +440,10 @@ def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, 
     weights = 2 * (parameters + adapters)
     if method.engine == "ZeRO-2":
         return divided_states | {"weights": weights, "gathered": 0, "step": 0}
+    # ZeRO-3 has gathered the head, and those layers that are used again soon, or at least two layers
     head = sizes.hidden * sizes.vocab
-    num_gathered = head + min(parameters - head, max(NUM_REUSED_VALUES, 2 * sizes.largest)) if gpus > 1 else 0
+    gathered_in_layers = min(parameters - head, max(NUM_REUSED_VALUES, 2 * sizes.largest))
+    num_gathered = head + gathered_in_layers if gpus > 1 else 0
     step = 4 * min(trained / gpus, SUB_GROUP_SIZE)
     return divided_states | {"weights": weights / gpus, "gathered": 2 * num_gathered, "step": step}
 

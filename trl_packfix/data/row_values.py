@@ -6,7 +6,7 @@ the weight and the source of its row. So do all fragments of a split row, and al
 
 `read_row_values` reads both columns of a table. `DocumentDataset` (`loaders.py`) adds the values of its row to each
 document, and `RowValuesCollator` makes two tensors of them, with one entry for each document of the batch: `WEIGHTS`
-(float32) and `SOURCES` (int64, an index of the names). The trainer removes them before the model gets the batch.
+(float32) and `SOURCES` (int64, the number of the source). The trainer removes them before the model gets the batch.
 
 Several processes may read a stream, so its sources cannot be numbered when they are read. Batches of a stream have the
 names of the sources in place of numbers, and the trainer numbers them (`StreamSources`).
@@ -42,8 +42,8 @@ class RowValues:
 
     weights: npt.NDArray[np.float32] | None = None  # shape (R,); None without a column of weights
     sources: npt.NDArray[np.int64] | None = None  # indices in `names`, shape (R,); None without a column of sources
-    names: tuple[str, ...] = ()  # names of the sources, sorted
-    column_values: tuple[Any, ...] = ()  # the value that the column has for each name
+    names: tuple[str, ...] = ()  # names of the sources, sorted; a source is numbered by its place here
+    column_values: tuple[Any, ...] = ()  # the value of the column that each name stands for, such as a class number
 
     def select(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
         """Return the values of some rows, in the given order, or of all rows for None."""
@@ -54,7 +54,7 @@ class RowValues:
         return replace(self, weights=weights, sources=sources)
 
     def for_row(self, row: int) -> dict[str, Any]:
-        """Return the weight and the source of a row by their keys, as they are added to its documents."""
+        """Return the entries that the documents of a row get: its weight and the number of its source, if there are."""
         columns = {WEIGHTS: self.weights, SOURCES: self.sources}
         return {name: values[row] for name, values in columns.items() if values is not None}
 
@@ -185,8 +185,8 @@ def read_sources(
             "logged. Set `source_column` to a coarser column, or group rare values under one name."
         )
     feature = dataset.features[column]
-    name_of = feature.int2str if isinstance(feature, ClassLabel) else str
-    names = {value: name_of(value) for value in distinct.to_pylist()}
+    name_of_value = feature.int2str if isinstance(feature, ClassLabel) else str
+    names = {value: name_of_value(value) for value in distinct.to_pylist()}
     order = sorted(names, key=names.__getitem__)
     codes = pc.index_in(values.combine_chunks(), value_set=pa.array(order, kind)).to_numpy().astype(np.int64)
     return codes, tuple(names[value] for value in order), tuple(order)
@@ -240,10 +240,11 @@ class RowValuesCollator:
     changes nothing because they have no trained token.
     """
 
-    collate: Callable[[Any], dict[str, Any]]
-    keys: dict[str, str]  # key of the documents by the key of the batch
+    collate: Callable[[Any], dict[str, Any]]  # the other collator
+    # The entries to add (`WEIGHTS`, `SOURCES`), each with the key under which documents hold its value
+    keys: dict[str, str]
     # Number of each source by the value of its column, if documents hold this value. None if they hold the number
-    index: Mapping[Any, int] | None = None
+    source_numbers: Mapping[Any, int] | None = None
     # Whether documents hold the names of their sources. The batch then has a list of names, with None in place of 0
     names_sources: bool = False
 
@@ -253,15 +254,16 @@ class RowValuesCollator:
             {key: value for key, value in document.items() if key not in value_keys} for document in documents
         )
         batch = self.collate(RankShare.like(documents, without_values))
-        num_padding = layout_of(batch).document_count - len(documents)
+        num_padding = layout_of(batch).document_count - len(documents)  # the layout counts padding as documents
         for key, document_key in self.keys.items():
             if key == SOURCES and self.names_sources:
                 names = [str(document[document_key]) if document_key in document else None for document in documents]
                 batch[key] = names + [None] * num_padding
                 continue
-            if key == SOURCES and self.index is not None:
+            if key == SOURCES and self.source_numbers is not None:
                 values = [
-                    self.index[document[document_key]] if document_key in document else 0 for document in documents
+                    self.source_numbers[document[document_key]] if document_key in document else 0
+                    for document in documents
                 ]
             else:
                 values = [document.get(document_key, 0) for document in documents]

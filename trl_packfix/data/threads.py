@@ -31,11 +31,12 @@ def wait_for_threads_before_forks() -> None:
 
 def _wait_for_threads() -> None:
     """Wait until threads that are entering Python have done so."""
+    # `sys._current_frames` takes the lock of the interpreter and releases it. So it waits for a thread that has it
     time.sleep(0.01)  # releases the GIL, so that a waiting thread enters Python
     was_enabled = gc.isenabled()
-    gc.disable()  # a garbage collection under the lock could wait for a thread that waits for the lock
+    gc.disable()  # a garbage collection under this lock could wait for a thread that waits for the lock
     try:
-        sys._current_frames()  # takes the lock and releases it, which waits until another holder has released it
+        sys._current_frames()
     finally:
         if was_enabled:
             gc.enable()

@@ -69,7 +69,7 @@ class MeasureMemory(TrainerCallback):
         )
         saved = self._predict_saving() if trainer.args.gradient_checkpointing else None
         if saved is not None:
-            text += describe_unneeded_checkpointing(fullest.allocated + saved, fullest.total, start="; ")
+            text += describe_unneeded_checkpointing(fullest.allocated + saved, fullest.total, prefix="; ")
         print(f"memory: {text}")
         assert trainer.packing_report is not None  # made with the training loader
         trainer.packing_report = replace(trainer.packing_report, memory=text)
