@@ -101,7 +101,7 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
         plan = planner.first_plan
         slot = np.empty(len(documents), dtype=np.int64)
         slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
-        found = documents.tokens.within(slot)
+        found = documents.token_order.within(slot)
         size = lengths[found.order]
         shared = shared_by_neighbours(found.common, size) if setting != "off" else 0 * size
         run = size - shared
@@ -157,7 +157,7 @@ def computed(schedule: Schedule, documents: Documents, tokens_per_rank: int, nam
     slots = len(schedule.offsets) - 1
     slot = np.empty(len(documents), dtype=np.int64)
     slot[schedule.order] = np.repeat(np.arange(slots), np.diff(schedule.offsets))
-    found = documents.tokens.within(slot)
+    found = documents.token_order.within(slot)
     size = documents.lengths[found.order]
     shared = shared_by_neighbours(found.common, size) * (not name.endswith("off"))
     times = GroupTimes(LLAMA_7B)

@@ -21,7 +21,6 @@ REVIEWED = {
     "objects of this package whose class the source does not name": """
         data/documents.py ledger.kept
         data/documents.py fragments.trained[changed]
-        data/documents.py spans.ledger.truncated
         training/config.py as_field.metadata
         training/config.py setattr(config, ...)
         training/config.py vars(args).update

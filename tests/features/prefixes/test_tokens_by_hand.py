@@ -32,7 +32,7 @@ class Images(Tokens):
         super().__init__(rows)
         self.ends = ends
 
-    def end_common(self, row, start, common):
+    def shorten_common_beginnings(self, row, start, common):
         return np.minimum(common, self.ends)
 
 
