@@ -80,7 +80,7 @@ def cached_documents(
 ) -> Documents:
     """Return the documents of a table, from the cache if an earlier start has computed them with these settings.
 
-    The arguments up to `keep_untrained` are the arguments of `make_documents`.
+    `make_documents` explains the other arguments.
 
     Args:
         feature: the feature of the run, which may sort the documents by their tokens (`Documents.token_order`).
@@ -95,10 +95,12 @@ def cached_documents(
 
     def make_arrays() -> Arrays:
         documents = make_documents(reader, **settings)
-        tokens = None if feature is None else feature.sort_tokens(reader, documents)
-        return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=tokens).to_arrays()
+        order = None if feature is None else feature.sort_tokens(reader, documents)
+        return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=order).to_arrays()
 
-    key_settings = settings | {"sorts_tokens": True} if feature is not None and feature.regroups else settings
+    # A feature that `regroups` documents into units of several documents sorts them by their tokens
+    sorts_tokens = feature is not None and feature.regroups
+    key_settings = settings | {"sorts_tokens": True} if sorts_tokens else settings
     file = _cache_file(reader, "spans", key_settings)
     return Documents.from_arrays(read_or_make(file, make_arrays), file)
 
@@ -115,7 +117,7 @@ def _hash_documents(reader: RowReader, documents: Documents) -> str:
 
     The first hash covers all spans, the number of trained tokens in each span, and the tokens and labels of 1,000
     evenly spaced documents. The second hash covers 16 evenly spaced tokens of every document. If rows have images, both
-    hashes cover the digest of every document, which covers its pixels, instead of its tokens.
+    hashes cover `RowReader.digests`, the hashes of the tokens and pixels of every row, in place of tokens and labels.
     """
     values_to_hash = [documents.row, documents.start, documents.stop, documents.trained]
     image_digests = reader.digests(documents.row)
@@ -300,7 +302,7 @@ def one_process_first(file: Path) -> Iterator[None]:
             stack.callback(os.close, lock)
             is_first = _try_lock(lock, fcntl.LOCK_EX)
             if is_first:
-                stack.callback(_remove_file, path)  # a later process finds `file` and needs no lock
+                stack.callback(_remove_file, path)  # a process that comes later finds `file` and needs no lock
             while not (is_first or _try_lock(lock, fcntl.LOCK_SH)):
                 waited = time.monotonic() - begin_time
                 if waited > LONGEST_WAIT:

@@ -59,7 +59,7 @@ def check_max_length(max_length: int | None, batch_size: int) -> None:
 
 
 def check_overlong(name: str, strategy: Strategy, overlong: Overlong | None) -> None:
-    """Refuse a policy for long documents that contradicts the strategy, which the argument `name` has set."""
+    """Refuse a setting `overlong` that contradicts the strategy, which the user has set by the setting `name`."""
     if STRATEGIES[strategy].overlong == "split" and overlong not in (None, "split"):
         raise ValueError(
             f"`{name}={strategy!r}` was given with `overlong={overlong!r}`. This strategy splits long documents, so "
@@ -71,6 +71,7 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
     """Refuse a dataset with a 0 in an `attention_mask`. `name` is the name of the dataset in the message."""
     if "attention_mask" not in dataset.column_names:
         return
+    # The mask is read like a column of tokens, of which every one should be 1
     mask = TokenReader(dataset.select_columns("attention_mask"), "attention_mask")
     row = mask.first_row_outside(1, 2) if cached_token_range(mask) != (1, 1) else None
     if row is not None:
@@ -109,7 +110,8 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
         vocab_size: number of embeddings of the model, or None to accept all token ids.
     """
     masks = mask_columns(dataset)
-    # The reader refuses two masks. Here they are no error, because TRL computes the labels from both
+    # A `TokenReader` refuses a dataset with two masks of trained tokens. Here they are no error, because TRL computes
+    # the labels from both
     reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)
     check_not_padded(dataset, name)
     if vocab_size is None:

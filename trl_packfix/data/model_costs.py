@@ -61,9 +61,11 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
     try:
         model = build_on_meta(text_class, config_part)
         scans = (_scan_of_layer(module) for _, module in model.named_modules(remove_duplicate=False))
-        num_layers = Counter(scan for scan in scans if scan is not None)
-        different_scans = tuple(scan._replace(layers=number) for scan, number in num_layers.items())
-        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), different_scans)
+        # Layers with equal scans become one entry with the number of these layers
+        layers_by_scan = Counter(scan for scan in scans if scan is not None)
+        different_scans = tuple(scan._replace(layers=number) for scan, number in layers_by_scan.items())
+        costs = with_pairs_of(text, per_token=2.0 * active_parameters(model))
+        return with_scans(costs, different_scans)
     except Exception as error:  # the code of the model may raise any error; costs only affect the balance of ranks
         logger.warning(
             f"{text_class.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
@@ -182,20 +184,22 @@ def active_parameters(model: PreTrainedModel) -> float:
     - If the model has no LM head, the parameters of a head are added.
     """
     text = model.config.get_text_config()
-    num_experts, share = experts_of(text)
+    num_experts, expert_share = experts_of(text)
     total = 0.0 if model.get_output_embeddings() is not None else float(text.hidden_size * text.vocab_size)
     shares = {"": 1.0}  # share of the parameters of each module that is applied to a token, by the name of the module
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, child = name.rpartition(".")
-        shares[name] = shares[parent] * (share if child == "experts" else 1.0)
+        shares[name] = shares[parent] * (expert_share if child == "experts" else 1.0)
         if isinstance(module, PreTrainedModel) and type(module.config) not in (type(model.config), type(text)):
             shares[name] = 0.0
         if isinstance(module, nn.Embedding):
             continue
         for parameter in module.parameters(recurse=False):
-            # Some modules hold all experts in one parameter, whose first axis numbers the experts
-            are_experts = parameter.ndim == 3 and len(parameter) == num_experts and shares[name] == 1
-            total += parameter.numel() * (share if are_experts else shares[name])
+            # Some modules hold all experts in one parameter, whose first axis numbers the experts. If the name of the
+            # module says that it holds experts, its share is below 1 already
+            has_axis_of_experts = parameter.ndim == 3 and len(parameter) == num_experts
+            are_experts = has_axis_of_experts and shares[name] == 1
+            total += parameter.numel() * (expert_share if are_experts else shares[name])
     return total
 
 
@@ -214,7 +218,7 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
         return None
     names = "num_v_heads num_heads num_k_heads head_k_dim head_v_dim head_dim ssm_state_size n_groups chunk_size"
     sizes: list[Any] = [getattr(module, name, None) for name in names.split()]
-    value_heads, heads, key_heads, key_dim, value_dim, head_dim, state_dim, groups, chunk = sizes
+    value_heads, heads, key_heads, key_dim, value_dim, head_dim, state_dim, groups, chunk = sizes  # None if not there
     is_mamba2 = state_dim is not None and heads and groups and chunk and head_dim
     if is_mamba2:  # each head has a state of `head_dim` by `state_dim` numbers
         return ScanCosts(
@@ -266,10 +270,11 @@ def experts_of(config: PreTrainedConfig) -> tuple[float, float]:
     A model without experts has (0, 1).
     """
     num_experts = _read_setting(config, _EXPERTS)
-    active = _read_setting(config, _EXPERTS_PER_TOKEN)
-    if not num_experts or not active:
+    num_active = _read_setting(config, _EXPERTS_PER_TOKEN)
+    if not num_experts or not num_active:
         return 0.0, 1.0
-    return num_experts, active / (num_experts + (getattr(config, "zero_expert_num", None) or 0))
+    num_without_parameters = getattr(config, "zero_expert_num", None) or 0  # LongCat also sends tokens to these
+    return num_experts, num_active / (num_experts + num_without_parameters)
 
 
 def _read_setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:
