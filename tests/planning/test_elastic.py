@@ -131,7 +131,7 @@ def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp
     later = 5
     assert run.steps_of(0) > later, "the epoch ends before the second checkpoint"
     again = resumed(plan, second, Saved(run, second, later, tmp_path))
-    assert again.start.num_steps == 3
+    assert again.resume_point.num_steps == 3
     assert again.total_steps(EPOCHS) == run.total_steps(EPOCHS)
     for step in range(later, run.total_steps(EPOCHS)):
         assert documents_of(again, step) == documents_of(run, step)

@@ -42,7 +42,7 @@ def documents_of(
     traits = STRATEGIES[strategy]
     documents = make_documents(reader, max_length, traits.overlong, wrapped=traits.cuts_blocks)
     if kind == "families":
-        return replace(documents, tokens=sharing("family").sort_tokens(reader, documents))
+        return replace(documents, token_order=sharing("family").sort_tokens(reader, documents))
     values = np.random.default_rng(0).integers(0, 3, len(documents)) * 1000
     return replace(documents, image_values=values, image_squares=values**2) if kind == "images" else documents
 
