@@ -64,7 +64,7 @@ def test_the_tower_costs_what_torch_counts(family):
     for sizes in ([(24, 24)], [(40, 56)], [(100, 100)], [(24, 24), (100, 100)]):
         document = examples.document([examples.image(*size) for size in sizes])
         with FlopCounterMode(display=False, depth=99) as counter, torch.no_grad():
-            model(**examples.alone(document))
+            model(**examples.unpacked_batch(document))
         paths = counter.get_flop_counts()
         wanted = sum(paths[next(path for path in paths if path.endswith(f".{name}"))].values())
         sequences = sequence_sizes(document).numpy()

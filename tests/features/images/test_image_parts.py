@@ -28,9 +28,9 @@ def call_of_tower(family: str):
     calls = []
     handle = tower.register_forward_pre_hook(lambda module, *given: calls.append(given), with_kwargs=True)
     text = torch.tensor([7, 8, 9])
-    documents = [examples.joined([text, examples.image(*size), text]) for size in (SQUARE, WIDE, HIGH)]
+    documents = [examples.join_content([text, examples.image(*size), text]) for size in (SQUARE, WIDE, HIGH)]
     with torch.no_grad():
-        model(**examples.packed(documents))
+        model(**examples.packed_batch(documents))
     handle.remove()
     return tower, _drop_boundaries(tower, *calls[0])
 
@@ -59,8 +59,8 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
         whole = tower(*args, **kwargs)
         for index in [*range(degree)] * 2:
             own_args, own_kwargs, division = divide_tower_inputs(args, kwargs, Group(degree, index))
-            found = division.exchanged(tower(*own_args, **own_kwargs))
-            computed.append(division.rows[index])
+            found = division.gather_outputs(tower(*own_args, **own_kwargs))
+            computed.append(division.rows_by_rank[index])
     total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
     assert sum(computed[:degree]) == total
     assert max(computed) < total
@@ -79,11 +79,11 @@ def test_a_tower_that_joins_its_images_computes_them_on_every_rank():
 
 
 def test_an_output_that_cannot_be_joined_is_refused():
-    division = TowerDivision(rows=[2, 3], group=Group(2, 1), computed=3)
+    division = TowerDivision(rows_by_rank=[2, 3], group=Group(2, 1), num_computed=3)
     with pytest.raises(
         ValueError, match=r"returned a tensor of shape \(1, 4\) for 3 of 5 .* 2 ranks.*Set `tokens_per_rank=None`"
     ):
-        division.exchanged(BaseModelOutputWithPooling(torch.zeros(3, 4), torch.zeros(1, 4)))
+        division.gather_outputs(BaseModelOutputWithPooling(torch.zeros(3, 4), torch.zeros(1, 4)))
 
 
 # What enters the decoder

@@ -9,7 +9,7 @@ from features.images.processed import processor_of
 from support.vision import FAMILIES, FEATURES, message, picture, rows
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-from trl_packfix.features.images.measures import CHECKED, measure
+from trl_packfix.features.images.measures import CHECK_INTERVAL, measure
 
 ROWS = rows(40)
 
@@ -32,9 +32,9 @@ class Counting:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_give_what_the_processor_gives(family):
     process = processor_of(family)
-    wanted = [process.measured(dict(row)) for row in ROWS]
+    wanted = [process.measure_row(dict(row)) for row in ROWS]
     counting = process.processor.image_processor = Counting(process.processor.image_processor)
-    found = [process.by_size.measured(dict(row)) for row in ROWS]
+    found = [process.by_size.measure_row(dict(row)) for row in ROWS]
     assert found == wanted
     sizes = {str([image.size for image in row["images"]]) for row in ROWS if row["images"]}
     with_images = sum(bool(row["images"]) for row in ROWS)
@@ -71,6 +71,6 @@ def test_a_processor_that_looks_at_the_content_runs_on_every_row(caplog, monkeyp
         assert "have another length" not in caplog.text
         monkeypatch.setattr(BrightIsLarge, "__module__", "transformers.models.llava")
         assert measure(dataset, process, "train", num_proc=None, drops=False)["length"] == wanted
-    differing = sum(wanted[row] != wanted[1] for row in range(0, 40, CHECKED))
+    differing = sum(wanted[row] != wanted[1] for row in range(0, 40, CHECK_INTERVAL))
     assert differing > 0
     assert f"{differing} of 3 compared rows of the train dataset have another length" in caplog.text

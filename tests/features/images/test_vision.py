@@ -45,7 +45,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     alone = build_model(family).train()
     for i in documents:
         document = run.data.source.reader.read(spans.row[i], spans.start[i], spans.stop[i])
-        logits = alone(**run.data.reading.examples.alone(document)).logits[0, :-1]
+        logits = alone(**run.data.reading.examples.unpacked_batch(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
     wanted = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])

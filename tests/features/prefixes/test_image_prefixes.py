@@ -67,7 +67,7 @@ def test_every_document_has_its_own_images(found, multiple):
     No run may begin inside an image.
     """
     examples = examples_of("llava")
-    documents = [examples.joined(parts) for parts in found]
+    documents = [examples.join_content(parts) for parts in found]
     collate = sharing(examples, pad_to_multiple_of=multiple)
     batch = collate(documents)
     layout = layout_of(collate(documents))
@@ -92,7 +92,7 @@ def test_images_of_one_document_are_shared_one_by_one(family):
     between = torch.arange(40, 45)
     screens = [examples.image(48, 48) for _ in range(3)]
     parts = [head, screens[0], between, screens[1], between, screens[2]]
-    documents = [examples.joined([*parts[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
+    documents = [examples.join_content([*parts[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
     collate = sharing(examples)
     batch = collate(documents)
     runs = collate.rows.collate(documents)[1]
@@ -105,7 +105,7 @@ def test_images_of_one_document_are_shared_one_by_one(family):
 def test_an_image_for_the_tower_alone_counts_nothing():
     """Guard the counts in the log: with a document that stands in for images they are those of the others."""
     examples = examples_of("llava")
-    texts = [examples.joined([torch.arange(20, 40), torch.tensor(end)]) for end in ([3, 4], [5, 6, 7], [8, 9])]
+    texts = [examples.join_content([torch.arange(20, 40), torch.tensor(end)]) for end in ([3, 4], [5, 6, 7], [8, 9])]
     collate = sharing(examples)
     content = replace(examples.images, placeholder=examples.placeholder())
     added = replace(collate, content=content)(texts)

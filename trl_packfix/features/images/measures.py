@@ -40,7 +40,9 @@ from .processor import RowProcessor, with_images
 
 logger = logging.getLogger(__name__)
 
-CHECKED = 16  # one row of so many is processed in full, and compared with the numbers from the sizes of its images
+CHECK_INTERVAL = (
+    16  # one row of so many is processed in full, and compared with the numbers from the sizes of its images
+)
 # The columns of measured rows: the type of each, and its value in a bad row. Planning finds documents with a common
 # beginning by `tokens`, `spans` (start and stop of each image, one after the other) and `contents` (hashes of images).
 KINDS: dict[str, tuple[object, object]] = {
@@ -96,12 +98,12 @@ class ProcessedImages(Recipe):
         by_size = None
         if self.every > 1:
             try:
-                by_size = self.process.by_size.measured(row)
+                by_size = self.process.by_size.measure_row(row)
             except Exception:  # processing the row in full raises the error that the user should read
                 by_size = None
         if by_size is not None and number % self.every:
             return Sample(by_size)
-        numbers = self.process.measured(row)
+        numbers = self.process.measure_row(row)
         return Sample(numbers | {"differs": self.every > 1 and by_size != numbers})
 
 
@@ -149,14 +151,14 @@ def measure(
             desc=f"Measuring {name} dataset",
         )
 
-    every = CHECKED if process.depends_on_sizes else 1
+    every = CHECK_INTERVAL if process.depends_on_sizes else 1
     measures = measure_rows(every)
     differs = np.flatnonzero(measures["differs"])
     if len(differs):
         logger.warning(
             "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
             "first is row %d. The processor runs on every row instead, which takes longer.",
-            *(len(differs), -(-len(measures) // CHECKED), name, differs[0]),
+            *(len(differs), -(-len(measures) // CHECK_INTERVAL), name, differs[0]),
         )
         measures = measure_rows(1)
     bad = bad_row_mask(measures)

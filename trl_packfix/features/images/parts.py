@@ -6,13 +6,14 @@ of `attention/forwards.py` call this module:
 
     1. Before the vision tower, `divide_tower_inputs` selects the images that this rank computes, so that each image is
        computed once.
-    2. Behind the tower, `TowerDivision.exchanged` collects the outputs of all ranks. In backward, each rank gets the
-       gradients of its images from all ranks.
+    2. Behind the tower, `TowerDivision.gather_outputs` collects the outputs of all ranks. In backward, each rank gets
+       the gradients of its images from all ranks.
     3. Before the decoder, `cut_to_part` cuts the inputs to the tokens of this rank.
 
 This is right if the tower computes each image by itself. The proof of isolation for each degree confirms
-it. The inputs of a tower can be divided in two forms: tiles of one size, (N, channels, height, width), or the patches
-of N images, (P, values), with the grid of each image. Other inputs are computed whole by each rank.
+it. The inputs of a tower can be divided in two forms: N tiles (pieces of images) of one size, (N, channels, height,
+width); or the P patches of N images, (P, values), with the grid of each image, its number of patches along each axis.
+If a tower has other inputs, each rank computes all images.
 
 Shapes: T tokens of the pack, s ranks that share it, V tokens of images.
 """
@@ -40,18 +41,18 @@ class TowerDivision:
     """How the ranks of a group divide the input rows of a tower, which are tiles or patches.
 
     Attributes:
-        rows: the number of rows of each rank.
+        rows_by_rank: the number of input rows that each rank contributes.
         group: the ranks that divide them.
-        computed: the number of rows that this rank computes. A rank without images computes the first image, because
-            all ranks have to call the tower, and does not send the result.
+        num_computed: the number of input rows that this rank computes. A rank that contributes none computes the first
+            image, because all ranks have to call the tower, and does not send the result.
     """
 
-    rows: list[int]
+    rows_by_rank: list[int]
     group: Group
-    computed: int
+    num_computed: int
 
-    def exchanged(self, output: object) -> Any:
-        """Return the output of the tower on all images, from its output on the images of this rank.
+    def gather_outputs(self, output: object) -> Any:
+        """Return the output of the tower for all images. Each rank sends its output for the images that it computed.
 
         Raises:
             ValueError: the first axis of a tensor in the output does not belong to the rows.
@@ -59,25 +60,27 @@ class TowerDivision:
         leaves, structure = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows) % self.computed:
+            # All images must have a whole number of output rows, if each input row has as many as on this rank
+            if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows_by_rank) % self.num_computed:
                 raise ValueError(
-                    f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.computed} of "
-                    f"{sum(self.rows)} patches or tiles, which the {len(self.rows)} ranks that share a pack divide. "
-                    "Its first axis does not belong to them, so it cannot be joined. Set `tokens_per_rank=None`."
+                    f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.num_computed} of "
+                    f"{sum(self.rows_by_rank)} patches or tiles, which the {len(self.rows_by_rank)} ranks that share a "
+                    "pack divide. Its first axis does not belong to them, so it cannot be joined. Set "
+                    "`tokens_per_rank=None`."
                 )
-        # 1. Send the outputs of this rank to each rank, flat and end to end.
-        own_rows = self.rows[self.group.rank]
-        send = torch.cat([tensor[: self._num_output_rows(tensor, own_rows)].flatten() for tensor in tensors])
-        num_ranks = len(self.rows)
+        # 1. Send the outputs of this rank to each rank: the numbers of all tensors end to end.
+        num_own_rows = self.rows_by_rank[self.group.rank]
+        sent = torch.cat([tensor[: self._num_output_rows(tensor, num_own_rows)].flatten() for tensor in tensors])
+        num_ranks = len(self.rows_by_rank)
         sizes_by_rank = [
-            [tensor[:1].numel() * self._num_output_rows(tensor, rows) for tensor in tensors] for rows in self.rows
+            [tensor[:1].numel() * self._num_output_rows(tensor, num_rows) for tensor in tensors]
+            for num_rows in self.rows_by_rank
         ]
-        receive = [sum(sizes) for sizes in sizes_by_rank]
-        received = exchange_pieces(send.repeat(num_ranks), [len(send)] * num_ranks, receive, self.group)
+        received_sizes = [sum(sizes) for sizes in sizes_by_rank]
+        received = exchange_pieces(sent.repeat(num_ranks), [len(sent)] * num_ranks, received_sizes, self.group)
         # 2. Join what all ranks sent for each tensor.
-        pieces_by_rank = [
-            numbers.split(sizes) for numbers, sizes in zip(received.split(receive), sizes_by_rank, strict=True)
-        ]
+        numbers_by_rank = received.split(received_sizes)
+        pieces_by_rank = [numbers.split(sizes) for numbers, sizes in zip(numbers_by_rank, sizes_by_rank, strict=True)]
         joined = []
         for tensor, pieces in zip(tensors, zip(*pieces_by_rank, strict=True), strict=True):
             rows = [piece.view(-1, *tensor.shape[1:]) for piece in pieces]
@@ -88,9 +91,9 @@ class TowerDivision:
             [next(joined_tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
 
-    def _num_output_rows(self, tensor: Tensor, input_rows: int) -> int:
-        """Return how many rows of an output tensor belong to `input_rows`: fewer, if the tower merges patches."""
-        return tensor.shape[0] * input_rows // self.computed
+    def _num_output_rows(self, tensor: Tensor, num_input_rows: int) -> int:
+        """Return how many rows of an output tensor belong to some input rows: fewer, if the tower merges patches."""
+        return tensor.shape[0] * num_input_rows // self.num_computed
 
 
 def divide_tower_inputs(
@@ -115,7 +118,7 @@ def divide_tower_inputs(
     if pixels is None:
         return args, kwargs, None
 
-    # How many input rows each image has
+    # Find out how many input rows each image has. The pixels may be the first argument, whose name here is 0
     has_tiles = pixels.dim() == 4 and all(
         (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
     )
@@ -126,26 +129,29 @@ def divide_tower_inputs(
     else:
         return args, kwargs, None
 
-    # The images of each rank, and their rows
+    # Divide the images and their rows among the ranks
     bounds = _share_bounds(sizes, group.size)
     first_rows = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    rows = [first_rows[stop] - first_rows[start] for start, stop in pairwise(bounds)]
-    images = slice(bounds[group.rank], bounds[group.rank + 1]) if rows[group.rank] else slice(0, 1)
+    rows_by_rank = [first_rows[stop] - first_rows[first] for first, stop in pairwise(bounds)]
+    has_images = rows_by_rank[group.rank] > 0
+    images = slice(bounds[group.rank], bounds[group.rank + 1]) if has_images else slice(0, 1)
     own_rows = slice(first_rows[images.start], first_rows[images.stop])
 
     arguments |= {name: value[images] if value is grid else value[own_rows] for name, value in tensors.items()}
     own_args = tuple(arguments[i] for i in range(len(args)))
     own_kwargs = {name: arguments[name] for name in kwargs}
-    return own_args, own_kwargs, TowerDivision(rows, group, own_rows.stop - own_rows.start)
+    return own_args, own_kwargs, TowerDivision(rows_by_rank, group, own_rows.stop - own_rows.start)
 
 
 def _share_bounds(sizes: list[int], degree: int) -> list[int]:
     """Divide consecutive images evenly among ranks: return the first image of each rank, and the number of images.
 
-    All rows are divided into `degree` equal spans. An image belongs to the rank whose span holds its middle.
+    The rows of all images are divided into `degree` equal ranges, one for each rank. An image belongs to the rank
+    whose range holds the middle of the image.
 
     Args:
-        sizes: rows of each image.
+        sizes: number of rows of each image.
+        degree: number of ranks.
 
     >>> _share_bounds([4, 4, 4, 12], 2), _share_bounds([1], 4)
     ([0, 3, 4], [0, 0, 0, 1, 1])
@@ -169,8 +175,8 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
     """Cut the inputs of a decoder to the tokens of one rank.
 
     Args:
-        inputs: the inputs by name, without boundaries. Without images a pack is cut already when it is collated. Then
-            the inputs are returned unchanged.
+        inputs: the inputs by name, without boundaries. If they have the tokens of this rank only, they are returned
+            unchanged: a pack of text is cut when it is collated.
         part_tokens: the number of tokens of the rank, T / s.
         index: the rank in its group.
 
@@ -187,18 +193,18 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
         return inputs
     num_tokens = states.shape[1]
     rows = slice(index * part_tokens, (index + 1) * part_tokens)
-    part: dict[str, Any] = {}
+    cut_inputs: dict[str, Any] = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
-            part[name] = value[:, rows]
+            cut_inputs[name] = value[:, rows]
         elif name == "position_ids" and value is not None:  # (1, T) and, with M-RoPE, (4, 1, T)
-            part[name] = value[..., rows]
+            cut_inputs[name] = value[..., rows]
         elif name in IMAGE_INPUTS and value is not None:
-            # Of the tokens of images, select the tokens of this rank.
+            # The input has a row for each token of an image. Select the rows whose tokens this rank holds.
             is_own = torch.zeros(1, num_tokens, dtype=torch.bool, device=states.device)
             is_own[:, rows] = True
             in_part = is_own[inputs[IMAGE_INPUTS[name]]]
-            part[name] = [features[in_part] for features in value]
+            cut_inputs[name] = [features[in_part] for features in value]
         else:
             shapes = [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]
             if shapes:
@@ -207,5 +213,5 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
                     f"images, of which this rank holds {part_tokens}. Which of its rows belong to which tokens is not "
                     "known, so it cannot be cut. Set `tokens_per_rank=None`."
                 )
-            part[name] = value
-    return part
+            cut_inputs[name] = value
+    return cut_inputs

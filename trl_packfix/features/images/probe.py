@@ -46,7 +46,7 @@ class ImageProbe(Probe):
 
     def document(self, *content: Any) -> ImageDocument:
         """Return a document of tokens and images in this order."""
-        return ImageDocument(self.images.joined(content))
+        return ImageDocument(self.images.join_content(content))
 
     def further_examples(self) -> Examples:
         """Make a pack of four documents with images in different places, and variants of it in which one is replaced.
@@ -85,16 +85,16 @@ class ImageProbe(Probe):
     def _make_batch(self, documents: Sequence[Any], group: Group = ALONE) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
         share = RankShare(values, group)
-        return self.move_batch(self.images.packed(share, self._collate))
+        return self.move_batch(self.images.packed_batch(share, self._collate))
 
     def _values(self, document: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors of a document by name."""
         if isinstance(document, Mapping):  # a document of a reader
             return dict(document)
-        return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
+        return document.values if isinstance(document, ImageDocument) else self.images.join_content([document])
 
     def make_row(self, ids: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
-        return self.move_batch(self.images.alone(self._values(ids)))
+        return self.move_batch(self.images.unpacked_batch(self._values(ids)))
 
     @property
     def evaluated(self) -> nn.Module:

@@ -11,7 +11,8 @@ Words:
                  one image with one span.
     values       the numbers in a processed image (pixels), which the vision tower reads.
     turn         one answer of the assistant in a conversation. With `per_turn` each turn makes a document.
-    run          the tokens of a document that are not shared with the document before it in the pack.
+    run          the tokens of a document that have rows of their own in the pack: all tokens, or the tokens behind a
+                 beginning that the document shares (`features/prefixes`).
 """
 
 from functools import cached_property
@@ -64,7 +65,8 @@ class ImageRows(RowReader):
         self.conversations = table[ROW_COLUMN].to_numpy() if is_per_turn else None
         self._turns: Int64Array | None = table[TURN_COLUMN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
-        self._trained: Int64Array = table["trained"].to_numpy()
+        # Of each row, the number of labels behind its first token, and whether its first token has a label
+        self._num_trained: Int64Array = table["trained"].to_numpy()
         self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
         self.image_stops = table["image_stop"].to_numpy()
         self.image_counts: Int64Array = table["image_count"].to_numpy()
@@ -120,7 +122,7 @@ class ImageRows(RowReader):
         first = first[spans_of_row]
         stop = stop[spans_of_row]
         if len(first) != self.image_counts[row]:
-            # The spans are not the images, so the row is not cut from its first span to its last
+            # It is not known which spans are one image. So no cut is made from the first span to the last span
             first = first[:1]
             stop = stop[-1:]
         stop_before = np.append(0, stop)[:-1].tolist()  # where the image before ends
@@ -155,16 +157,16 @@ class ImageRows(RowReader):
         # Truncating a document with an image behind `max_length` tokens would cut the image. A row is one document, so
         # `image_stops` counts from its start
         stops = self.image_stops[spans.row]
-        cut = stops > max_length
-        if needs_all_rows and cut.any():
-            shown = np.flatnonzero(cut)[:MAX_ROWS_NAMED]
+        is_too_long = stops > max_length
+        if needs_all_rows and is_too_long.any():
+            shown = np.flatnonzero(is_too_long)[:MAX_ROWS_NAMED]
             named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in shown)
             raise ValueError(
-                f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
+                f"{is_too_long.sum()} of {len(is_too_long)} documents of an evaluation set have images that end behind "
                 f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation "
                 "gives a result for every row. Raise `max_length`, make the images smaller, or remove these rows."
             )
-        return spans.drop(cut, "overlong")
+        return spans.drop(is_too_long, "overlong")
 
     def report_section(self, planner: Any) -> Any:
         from .report import ImageNumbers  # here, because planning imports this module
@@ -177,8 +179,9 @@ class ImageRows(RowReader):
         If a span has only some of the images of its row, the values and squares are estimated as if all images of the
         row had one size.
         """
-        row_of_span, first, behind = self._image_spans
-        # Number the tokens of the table, `stride` numbers for each row, so that a binary search finds images
+        row_of_span, first, image_stop = self._image_spans
+        # Number the tokens of the table, `stride` numbers for each row, so that a binary search finds images: for each
+        # span from `first_inside` to `stop_inside`, and for the row of the span from `first_of_row` to `stop_of_row`
         stride = int(self.lengths.max(initial=0)) + 1
         first_places = row_of_span * stride + first
         first_inside = np.searchsorted(first_places, row * stride + start)
@@ -186,22 +189,23 @@ class ImageRows(RowReader):
         first_of_row = np.searchsorted(first_places, row * stride)
         stop_of_row = np.searchsorted(first_places, (row + 1) * stride)
         num_inside = stop_inside - first_inside
-        share = num_inside / np.maximum(stop_of_row - first_of_row, 1)
+        share = num_inside / np.maximum(stop_of_row - first_of_row, 1)  # of the images of the row
         has_images = num_inside > 0
         # An entry behind the last image, for spans without images
         first = np.append(first, 0)
-        behind = np.append(behind, 0)
+        image_stop = np.append(image_stop, 0)
         return {
             "image_values": np.rint(self.image_values[row] * share).astype(np.int64),
             "image_squares": np.rint(self.image_squares[row] * share).astype(np.int64),
             "image_count": np.rint(self.image_counts[row] * share).astype(np.int64),
             "image_start": np.where(has_images, first[np.minimum(first_inside, len(first) - 1)] - start, 0),
-            "image_stop": np.where(has_images, behind[stop_inside - 1] - start, 0),
+            "image_stop": np.where(has_images, image_stop[stop_inside - 1] - start, 0),
         }
 
     def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        # The run of a document begins one token before the end of the common tokens, and must not begin inside an
-        # image. So the common tokens end behind the first token of this image
+        # The run of a document begins with the last common token, which predicts the first token that is not common. It
+        # must not begin inside an image, but may begin with the first token of an image. So the common tokens then end
+        # behind the first token of this image
         row_of_span, first, stop = self._image_spans
         if not len(row_of_span):
             return common
@@ -216,9 +220,11 @@ class ImageRows(RowReader):
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         # The measures give the labels of a span that begins with one of the first two tokens and ends with its row
         ends_with_row = stop == self.lengths[row]
-        counts = (start == 0) * self._first_is_labelled[row] + ends_with_row * self._trained[row]
-        # Of any other span with a token behind the first token of its row, the labels are read and counted
-        for i in np.flatnonzero((start > 1) | (stop > 1) & ~ends_with_row):
+        counts = (start == 0) * self._first_is_labelled[row] + ends_with_row * self._num_trained[row]
+        # Read and count the labels of any other span, unless it has only the first token of its row or none
+        begins_later = start > 1
+        ends_between = (stop > 1) & ~ends_with_row
+        for i in np.flatnonzero(begins_later | ends_between):
             _, is_target = self.tokens(row[i])
             counts[i] = is_target[start[i] : stop[i]].sum()
         return counts

@@ -31,7 +31,7 @@ from ...samples.conversation import COLUMNS, images_of
 from ...samples.make_samples import columns_of_batch
 from ...samples.row import BAD_ROW_COLUMN, ROW_COLUMN
 from ...samples.turns import TurnRule
-from .measures import CHECKED, ProcessedImages, features_of
+from .measures import CHECK_INTERVAL, ProcessedImages, features_of
 from .processor import EncodedImage, RowProcessor
 from .report import ImageNumbers
 from .rows import ImageRows
@@ -68,14 +68,14 @@ class StreamImages(StreamRows):
     rule: TurnRule | None = None  # makes a document of each assistant turn; None makes a document of each row
     drops: bool = False  # whether rows that cannot be processed are dropped; otherwise they raise an error
     mode: str | None = None  # colour mode to which the dataset converts images
-    chunk: ClassVar[int] = CHECKED
+    chunk: ClassVar[int] = CHECK_INTERVAL
     finishes: ClassVar[bool] = True
     # One of so many rows is processed when it is measured. The measures of the other rows follow from the sizes of
     # their images. 1 processes every row
-    _check_interval: int = field(init=False, default=CHECKED)
+    _check_interval: int = field(init=False, default=CHECK_INTERVAL)
 
     def __post_init__(self) -> None:
-        self._check_interval = CHECKED if self.process.depends_on_sizes else 1
+        self._check_interval = CHECK_INTERVAL if self.process.depends_on_sizes else 1
 
     @property
     def processor_settings(self) -> str:  # type: ignore[override]

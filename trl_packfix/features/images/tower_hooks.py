@@ -54,7 +54,7 @@ class TowerHooks(ModelHooks):
         division = self._divisions.pop() if self._divisions else None
         if division is None or output is None:
             return output
-        return division.exchanged(output)
+        return division.gather_outputs(output)
 
 
 def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
