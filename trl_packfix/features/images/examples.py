@@ -1,8 +1,9 @@
-"""Make documents with random images through the processor of a model, and learn how its outputs are joined.
+"""Make documents with random images through the processor of a model, and find out how its outputs are joined.
 
-The trainer makes an `ImageExamples` for a dataset with images (`reading.py`). Before the first step the proof
-of isolation runs its documents through the model, packed and unpacked (`probe.py`). The layout that it
-learns says how the outputs of the processor are joined in every batch (`collator.py`).
+The trainer makes an `ImageExamples` for a dataset with images (`reading.py`). Before the first step the proof of
+isolation runs its documents through the model, packed and unpacked (`probe.py`). `ImageExamples` tries the processor to
+find the axes along which the outputs for several documents are joined. This `ImageLayout` is used for every batch
+(`collator.py`).
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ class ImageExamples:
     """
 
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
-        # The user's collator may train completions or answers only, and then refuse messages without them
+        # The user's collator may train completions or answers only. It then refuses messages without completions or
+        # answers, such as the messages of these documents
         self.process = process.without_masks()
         self.processor = process.processor
         self.text_field = text_field
@@ -70,43 +72,47 @@ class ImageExamples:
         document = self.document([self.image(*SMALL)])
         return document | {"labels": np.full(len(document["input_ids"]), IGNORE_INDEX)}
 
-    def joined(self, parts: "Sequence[Tensor | Image.Image]") -> dict[str, Any]:
+    def join_content(self, content: "Sequence[Tensor | Image.Image]") -> dict[str, Any]:
         """Return a document of tokens and images in a given order, without the text that a chat template adds.
 
         Args:
-            parts: token ids, of shape (n,), and images.
+            content: token ids, of shape (n,), and images.
         """
-        # Make a document of each part
+        # Make a document of each entry of the content
         pieces: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, Tensor):
-                pieces.append({"input_ids": part})
+        for entry in content:
+            if isinstance(entry, Tensor):
+                pieces.append({"input_ids": entry})
                 continue
-            piece = self.document([part])
+            piece = self.document([entry])
             # Cut off the tokens of the chat template, before and behind the image
             image_spans = self.process.image_spans(piece)
             first, _ = image_spans[0]
             _, stop = image_spans[-1]
             token_outputs = {name: piece[name][:, first:stop] for name in self.layout.tokens & piece.keys()}
             pieces.append(piece | token_outputs | {"input_ids": piece["input_ids"][first:stop]})
-        # Join the pieces as the documents of a pack are joined, without boundaries
+        # Join the pieces as the documents of a pack are joined, without boundaries. In a document without images all
+        # outputs for tokens are 0
         tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
         token_outputs = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
         runs = [DocumentRun(i) for i in range(len(pieces))]
         image_outputs = PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
         return {"input_ids": tokens} | token_outputs | image_outputs
 
-    def packed(self, documents: list[dict[str, Any]], rows: PackedDataCollator | None = None) -> dict[str, Any]:
+    def packed_batch(
+        self, documents: list[dict[str, Any]], text_collator: PackedDataCollator | None = None
+    ) -> dict[str, Any]:
         """Return the batch of a pack as in training, without labels.
 
         Args:
-            documents: the documents of the pack. A `RankShare` gives the batch of the part that the rank holds.
-            rows: makes the rows of the pack; None for a `PackedDataCollator`.
+            documents: the documents of the pack. If they are a `RankShare` of a group of ranks, the batch is the part
+                of the pack that the rank holds.
+            text_collator: joins the tokens of the documents; None for a `PackedDataCollator`.
         """
-        batch = PackCollator(rows or PackedDataCollator(), self.images)(documents)
+        batch = PackCollator(text_collator or PackedDataCollator(), self.images)(documents)
         return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
-    def alone(self, document: dict[str, Any]) -> dict[str, Any]:
+    def unpacked_batch(self, document: dict[str, Any]) -> dict[str, Any]:
         """Return the batch of one document in unpacked training, without labels."""
         batch = {name: value for name, value in document.items() if name not in TEXT_KEYS}
         return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
@@ -122,8 +128,8 @@ class ImageExamples:
         one_image = self.document([image])
         more_text = self.document([image], "a b c d e")
         two_images = self.document([image, second_image])
-        tokens = set()
-        images = {}
+        token_outputs = set()
+        image_axes = {}  # axis of images, by the name of an output
         for name in sorted(one_image.keys() - TEXT_KEYS):
             shapes: list[Any] = [
                 getattr(document[name], "shape", None) for document in (one_image, more_text, two_images)
@@ -138,11 +144,11 @@ class ImageExamples:
             # An output that never changes has one row for each document, such as its number of images
             is_per_document = changed_by_text == [] and changed_by_image == [] and shapes[0][0] == 1
             if is_per_token:
-                tokens.add(name)
+                token_outputs.add(name)
             elif is_per_image:
-                images[name] = grown_by_image[0]
+                image_axes[name] = grown_by_image[0]
             elif is_per_document:
-                images[name] = 0
+                image_axes[name] = 0
             else:
                 sizes = [None if shape is None else tuple(shape) for shape in shapes]
                 raise ValueError(
@@ -151,7 +157,7 @@ class ImageExamples:
                     "joined along one axis, of tokens or of images, and this has none or several. Set `packing=False` "
                     "and `padding_free=False`."
                 )
-        return ImageLayout(frozenset(tokens), images)
+        return ImageLayout(frozenset(token_outputs), image_axes)
 
 
 def _changed_axes(shape: tuple[int, ...] | None, new_shape: tuple[int, ...] | None) -> list[int] | None:

@@ -58,7 +58,10 @@ class ImageProbe(Probe):
         image = self.images.image
         tokens = self.tokens
         document = self.document
-        square, high, second_wide, second_square = (image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
+        square = image(*SQUARE)
+        high = image(*HIGH)
+        second_wide = image(*WIDE)
+        second_square = image(*SQUARE)
         head = tokens(5)
         tail = tokens(9)
         end = tokens(6)
@@ -69,6 +72,7 @@ class ImageProbe(Probe):
         ]
         num_last = 11
         if not self.group.is_alone:
+            # The last document is as long as the first two together without `end`, so the middle is inside `high`
             num_last = max(num_last, sum(map(len, documents[:2])) - len(end))
         documents.append(document(tokens(num_last)))
         changes = [

@@ -44,7 +44,7 @@ from .stream import StreamImages
 
 
 class ImageReading(TextReading):
-    """Reads the datasets of a run with images.
+    """Reads the datasets of a run with images. `TextReading` says what each of its methods and attributes is for.
 
     It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
     """
@@ -58,8 +58,8 @@ class ImageReading(TextReading):
         self.process = row_processor(trainer.data_collator, self.args.per_turn)
         self.compare = self.process.compare
         inner = base_model(trainer.model)
-        kind = type(inner.base_model)
-        rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
+        model_class = type(inner.base_model)
+        rope_index = RopeIndex(model_class, inner.config) if hasattr(model_class, "get_rope_index") else None
         self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
         self.feature = self.examples.feature
         self.tower = vision_tower(inner) or nn.Module()
@@ -78,7 +78,9 @@ class ImageReading(TextReading):
 
     def of_stream(self, vocab_size: int | None = None) -> StreamImages:
         rule = TurnRule.from_args(self.args) if self.args.per_turn else None
-        return StreamImages(self.process, self.args.dataset_text_field, rule, drops=self.args.bad_rows == "drop")
+        return StreamImages(
+            self.process, self.args.dataset_text_field, rule, drops_bad_rows=self.args.bad_rows == "drop"
+        )
 
     def first_of_stream(self, dataset: IterableDataset) -> str:
         rows, reading = self.of_stream().open_stream(dataset)
@@ -110,7 +112,7 @@ class ImageReading(TextReading):
         return costs.tower(image_sizes, image_sizes**2).sum()
 
     def of_packs(self) -> PackedImages:
-        """Return how the images of a pack are collated.
+        """Return the object that adds images to the batch of a pack.
 
         If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
         """
@@ -138,7 +140,7 @@ class ImageReading(TextReading):
         )
         if not is_sharded or accelerator.num_processes == 1:
             return
-        stops = reader.image_stops  # of each row the index after the last token of an image, 0 without an image
+        stops = reader.image_stops  # for each row the token behind its last image, 0 without an image
         if stops is None or stops.all() or not stops.any():  # all rows have an image, or none has one
             return
         raise ValueError(
@@ -152,7 +154,7 @@ class ImageReading(TextReading):
     def alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
         """Return the documents with images if every rank has one, and otherwise the documents without images.
 
-        A row without images does not run the image tower, and ranks that run it would wait forever.
+        A document without images does not run the vision tower, and ranks that run the tower would wait forever.
         """
         has_images = self.examples.images.has_images
         with_images = [document for document in documents if has_images(document)]
@@ -199,7 +201,8 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
         process: makes a document of a row.
         name: how messages name the dataset.
         args: the config of the run.
-        marks: whether, with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
+        marks: whether, with `bad_rows="drop"`, bad rows become documents without tokens, which are then dropped and
+            counted. Only for the training set.
 
     Returns:
         The reader of the documents; with `per_turn`, each turn is a document.

@@ -66,12 +66,12 @@ class StreamImages(StreamRows):
     process: RowProcessor
     text_field: str = "text"  # column of plain text
     rule: TurnRule | None = None  # makes a document of each assistant turn; None makes a document of each row
-    drops: bool = False  # whether rows that cannot be processed are dropped; otherwise they raise an error
-    mode: str | None = None  # colour mode to which the dataset converts images
+    drops_bad_rows: bool = False  # whether rows that cannot be processed are dropped; otherwise they raise an error
+    mode: str | None = None  # mode of PIL to which the dataset converts images; None leaves them as they are
     chunk: ClassVar[int] = CHECK_INTERVAL
     finishes: ClassVar[bool] = True
-    # One of so many rows is processed when it is measured. The measures of the other rows follow from the sizes of
-    # their images. 1 processes every row
+    # One of so many rows is processed in full when it is measured, to check the other rows, whose measures follow from
+    # the sizes of their images. 1 processes every row in full
     _check_interval: int = field(init=False, default=CHECK_INTERVAL)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class StreamImages(StreamRows):
             self._check_interval = 1
             measures = self._measure_rows(rows)
         bad_rows = [i for i, reason in enumerate(measures[BAD_ROW_COLUMN]) if reason]
-        if bad_rows and not self.drops:
+        if bad_rows and not self.drops_bad_rows:
             first = bad_rows[0]
             row = first if self.rule is None else measures[ROW_COLUMN][first]
             raise ValueError(
@@ -160,7 +160,7 @@ class StreamImages(StreamRows):
             ValueError: the document has other tokens than when it was read.
         """
         encoded = document.get(ENCODED)
-        if encoded is None:  # a dummy
+        if encoded is None:  # the dummy document of a rank without documents
             return document
         row = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
         processed = self.process.cut(row, encoded.start, encoded.stop)
@@ -179,14 +179,14 @@ class StreamImages(StreamRows):
         return 0 if encoded is None else encoded.num_bytes
 
     def count_images(self, documents: Sequence[dict[str, Any]]) -> np.ndarray:
-        no_images = (0, 0, 0)  # of a dummy
+        no_images = (0, 0, 0)  # for dummy documents
         return np.array([document[ENCODED].counts if ENCODED in document else no_images for document in documents])
 
     def report_section(self, stream: Any, counts: Any) -> ImageNumbers:
         return ImageNumbers.of_stream(stream, counts)
 
     def encode(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the rows of documents and each of their images once.
+        """Return the rows of documents. An image that several documents have is saved once.
 
         Returns:
             The row of each document; and `images`: the numbers of the images of each document, and the path, the mode,
