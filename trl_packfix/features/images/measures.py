@@ -1,12 +1,12 @@
-"""Measure rows with images before training, and collate them with only assistant turns trained.
+"""Measure rows with images before training, and make documents in which only assistant turns are trained.
 
 The processor alone knows how many tokens an image becomes. So `measure` runs it on every row before training, and
 caches the numbers that planning needs (`KINDS`), but no pixels. During training, a worker of the data loader runs the
 processor again (`processor.py`), and must get the same tokens.
 
 Every image is decoded before training, so that a broken image is found. To save time, only one image of each size is
-processed (`SizeProcessor`). Every 16th row is processed in full too. If its numbers differ, all rows are measured
-again in full.
+processed (`SizeProcessor`). Every 16th row is also processed *in full*, with its own pixels. If its numbers differ, all
+rows are measured again, in full.
 """
 
 import logging
@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL = (
     16  # one row of so many is processed in full, and compared with the numbers from the sizes of its images
 )
-# The columns of measured rows: the type of each, and its value in a bad row. Planning finds documents with a common
-# beginning by `tokens`, `spans` (start and stop of each image, one after the other) and `contents` (hashes of images).
+# The columns of measured rows: the type of each, and its value in a bad row. `RowProcessor.measure_row` makes the
+# values. Planning finds documents with a common beginning by `tokens`, `spans` (first token of each image and the token
+# behind it, one after the other) and `contents` (hashes of images).
 KINDS: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("length", "trained"), (Value("int64"), 0)),
     "first_is_labelled": (Value("bool"), False),
@@ -59,7 +60,7 @@ KINDS: dict[str, tuple[object, object]] = {
 
 
 def features_of(rule: TurnRule | None) -> Features:
-    """Return the types of the columns of measured rows; with a rule, the columns that count turns are among them."""
+    """Return the types of the columns of measured rows; with a rule, rows are turns, and more columns count them."""
     numbers = {} if rule is None else dict.fromkeys(BOOKKEEPING_COLUMNS, Value("int64"))
     return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW_COLUMN: Value("string")} | numbers)
 
@@ -73,7 +74,8 @@ class ProcessedImages(Recipe):
 
     process: RowProcessor
     rule: TurnRule | None = None  # decides which turns are trained; None if a sample is a row
-    every: int = 1  # one row of so many is processed in full; in all further rows, one image of each size is processed
+    check_interval: int = 1  # one row of so many is processed in full; for all further rows, one image of each size is
+    # The values of a row that cannot be processed
     bad: ClassVar[Mapping[str, object]] = {name: value for name, (_, value) in KINDS.items()}
 
     @property
@@ -92,19 +94,19 @@ class ProcessedImages(Recipe):
         return samples_of_turns(selection, measure_turn, row)
 
     def _measure_rows(self, row: Row, number: int) -> Sample:
-        """Measure one document: in full in every `every`-th row, else by the sizes of its images."""
+        """Measure one document: in full in every `check_interval`-th row, otherwise by the sizes of its images."""
         # Reading the row decodes its images, so a missing or broken image raises an error here
         row = with_images(row)
         by_size = None
-        if self.every > 1:
+        if self.check_interval > 1:
             try:
                 by_size = self.process.by_size.measure_row(row)
             except Exception:  # processing the row in full raises the error that the user should read
                 by_size = None
-        if by_size is not None and number % self.every:
+        if by_size is not None and number % self.check_interval:
             return Sample(by_size)
-        numbers = self.process.measure_row(row)
-        return Sample(numbers | {"differs": self.every > 1 and by_size != numbers})
+        in_full = self.process.measure_row(row)
+        return Sample(in_full | {"differs": self.check_interval > 1 and by_size != in_full})
 
 
 def measure(
@@ -123,8 +125,8 @@ def measure(
         process: The processor of one row.
         name: The dataset's name in messages.
         num_proc: Number of processes; None for the calling process.
-        drops: Whether bad rows remain in the result, with length 0 and their reason in `BAD_ROW_COLUMN`. The caller
-            drops them.
+        drops: Whether the caller drops bad rows. They are then in the result, with length 0 and their reason in
+            `BAD_ROW_COLUMN`. Otherwise they are refused.
         rule: If it is given, each trained assistant turn is a document, and `BOOKKEEPING_COLUMNS` have its row and
             index.
 
@@ -138,21 +140,21 @@ def measure(
             "another image at each reading. Materialise it with `Dataset.map`, or set `packing=False`."
         )
 
-    def measure_rows(every: int) -> Dataset:
+    def measure_rows(check_interval: int) -> Dataset:
         return dataset.map(
             HashedMapFunction(columns_of_batch, users_code=hash_modules_of(process.processor)),
             with_indices=True,
             batched=True,
             batch_size=1,
-            fn_kwargs={"recipe": ProcessedImages(process, rule, every)},
+            fn_kwargs={"recipe": ProcessedImages(process, rule, check_interval)},
             remove_columns=dataset.column_names,
             features=features_of(rule),
             num_proc=num_proc,
             desc=f"Measuring {name} dataset",
         )
 
-    every = CHECK_INTERVAL if process.depends_on_sizes else 1
-    measures = measure_rows(every)
+    check_interval = CHECK_INTERVAL if process.depends_on_sizes else 1
+    measures = measure_rows(check_interval)
     differs = np.flatnonzero(measures["differs"])
     if len(differs):
         logger.warning(
@@ -225,7 +227,7 @@ def count_turns_of_images(dataset: object, rule: TurnRule) -> AssistantTurnCount
     """
     if not isinstance(dataset, Dataset) or "messages" not in dataset.column_names:
         return None
-    counts = np.zeros(3, np.int64)
+    counts = np.zeros(3, np.int64)  # the fields of `AssistantTurnCounts`
     for row in dataset.select_columns("messages"):
         try:
             counts += astuple(rule.select_turn(Conversation.from_row(row)).counts)

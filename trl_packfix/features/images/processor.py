@@ -1,9 +1,13 @@
 """Process one row with images into one document: its tokens, its labels and the tensors of its images.
 
-Rows come in from the user's dataset, or from `measures.py` if each assistant turn is a document. `RowProcessor` is
-called twice for a row: before training by `measures.py`, which only caches lengths and hashes (`measured`), and during
-training by a worker of the data loader, which needs the tensors. A span is a range of tokens, with the placeholders of
-an image.
+A row is a row of the user's dataset or, with `per_turn`, one turn of a conversation. `RowProcessor` processes it twice:
+before training for `measures.py`, which only caches lengths and hashes (`measure_row`), and during training in a worker
+of the data loader, which needs the tensors.
+
+Words:
+    placeholder  a token that stands for a part of an image.
+    image span   the range of tokens from the first to the last placeholder of an image.
+    output       a tensor that the processor returns beside tokens, such as `pixel_values`.
 """
 
 import copy
@@ -38,7 +42,7 @@ class RowProcessor:
         self._collate = replace(collate, max_length=None, pad_to_multiple_of=None)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # `datasets` hashes the pickled object to find its cache. The sizes that `by_size` remembers must not change it.
+        # `datasets` hashes the pickled object to find its cache, so the shapes that `by_size` remembers are not pickled
         return RowProcessor, (self._collate,)
 
     @property
@@ -95,21 +99,23 @@ class RowProcessor:
         if start == 0 and stop == len(document["input_ids"]):
             return document
         spans = self.image_spans(document)
-        within = [i for i, (image_start, image_stop) in enumerate(spans) if image_start >= start and image_stop <= stop]
-        overlapping = [
+        images_inside = [
+            i for i, (image_start, image_stop) in enumerate(spans) if image_start >= start and image_stop <= stop
+        ]
+        images_touched = [
             i for i, (image_start, image_stop) in enumerate(spans) if image_stop > start and image_start < stop
         ]
-        assert within == overlapping, "a document is never cut inside an image"
-        cut = {name: document[name][start:stop] for name in ("input_ids", "labels")}
-        cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
-        if within:
-            cut |= images_between(document, within[0], within[-1] + 1, num=len(spans))
-        return cut
+        assert images_inside == images_touched, "a document is never cut inside an image"
+        cut_document = {name: document[name][start:stop] for name in ("input_ids", "labels")}
+        cut_document |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
+        if images_inside:
+            cut_document |= images_between(document, images_inside[0], images_inside[-1] + 1, num=len(spans))
+        return cut_document
 
     def compare(self, documents: Sequence[Mapping[str, Any]]) -> list[ComparedContent]:
-        """Return what is compared to find documents with a common beginning.
+        """Return the numbers that are compared to find documents with a common beginning.
 
-        The content of a document is its tokens. The first placeholder of each image is replaced by a number, which is
+        They are the tokens of each document. The first placeholder of each image is replaced by a number, which is
         equal for two images if the processor returns the same tensors for them. All images of a document count as one
         image if their outputs cannot be told apart.
         """
@@ -145,11 +151,11 @@ class RowProcessor:
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         return spans if _ends_of_images(document, len(spans)) is not None else [(edges[0], edges[-1])]
 
-    def measured(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Process a row and return the numbers and hashes that planning needs, by the names of `images.KINDS`.
+    def measure_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Process a row and return the numbers and hashes that planning needs, by the names in `KINDS` (`measures.py`).
 
-        Each image that `compare` tells apart has a hash of its decoded pixels, before processing. The hash depends on
-        the number of its tokens too, because one image may have more tokens in one document than in another.
+        `contents` has a hash for each image span, of the decoded pixels before processing. The hash depends on the
+        number of tokens too, because one image may have more tokens in one document than in another.
         """
         document = self(row)
         tokens = document["input_ids"]
@@ -157,7 +163,7 @@ class RowProcessor:
         sizes = sequence_sizes(document)
         images = images_of(row)
         spans = self.image_spans(document)
-        # Unless each span is one image, any image may belong to any span
+        # Each span is one image, or it is not known which images belong to a span, and it depends on all images
         images_of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
         digest = hashlib.sha256(self.settings if images else b"")
         for name in ("input_ids", "labels"):
@@ -178,7 +184,7 @@ class RowProcessor:
                 for (start, stop), span_images in zip(spans, images_of_spans, strict=True)
             ],
             "digest": _hash_of_images(digest, images),
-            "differs": False,
+            "differs": False,  # `measures.py` sets it
         }
 
 
@@ -234,12 +240,14 @@ def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
     grid: Tensor | None = document.get("image_grid_thw")
     if grid is not None:
         return grid.prod(-1) * (pixels.numel() // pixels.shape[0])
-    sequences = pixels.reshape(-1, *pixels.shape[-3 if pixels.dim() > 3 else -2 :]).flatten(1)
+    # A sequence is (channels, height, width), or (patches, values) if the processor has cut the image into patches
+    num_axes = 3 if pixels.dim() > 3 else 2
+    sequences = pixels.reshape(-1, *pixels.shape[-num_axes:]).flatten(1)
     return sequences.any(1) * sequences.shape[1]
 
 
 def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
-    """Return the processor's outputs, by name, for the images `first` to `stop - 1` of the `num` of a document."""
+    """Return the processor's outputs, by name, for the images `first` to `stop - 1` of a document with `num` images."""
     if (first, stop) == (0, num):
         return {name: document[name] for name in _processor_outputs(document)}
     ends = _ends_of_images(document, num)
@@ -265,10 +273,13 @@ def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[in
     ends = {}
     for name in _processor_outputs(document):
         shape = document[name].shape
+        one_by_one = list(range(1, num + 1))
         if patches and name == "pixel_values" and shape[0] == patches[-1]:
-            ends[name] = 0, patches
-        elif num in shape[:1] or (shape[:1] == (1,) and num in shape[1:2]):
-            ends[name] = 0 if shape[0] == num else 1, [*range(1, num + 1)]
+            ends[name] = (0, patches)
+        elif shape[:1] == (num,):
+            ends[name] = (0, one_by_one)
+        elif shape[:2] == (1, num):
+            ends[name] = (1, one_by_one)
         else:
             return None
     return ends
@@ -344,7 +355,8 @@ def _shape(value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or (value.dim() < 4 and not value.is_floating_point()):
         return value
-    inner = min(value.dim(), 3 if value.dim() > 3 else 2)
-    outer = value.shape[: value.dim() - inner]
-    is_image = value.reshape(*outer, -1).any(-1).to(value.dtype)
-    return is_image.reshape(*outer, *[1] * inner).expand(value.shape)
+    # The last axes are the pixels of an image or a tile, as in `sequence_sizes`
+    num_axes_of_image = min(value.dim(), 3 if value.dim() > 3 else 2)
+    outer_shape = value.shape[: value.dim() - num_axes_of_image]
+    is_image = value.reshape(*outer_shape, -1).any(-1).to(value.dtype)
+    return is_image.reshape(*outer_shape, *[1] * num_axes_of_image).expand(value.shape)
