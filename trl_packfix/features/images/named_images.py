@@ -1,4 +1,4 @@
-"""Move the images that messages name into a column `images`, and leave a placeholder for each in its message.
+"""Move the images that messages name into a column `images`, and leave a placeholder in place of each image.
 
 This is the first step for the user's dataset; checks and recipes then find the images where TRL reads them. OpenAI
 writes `{"type": "image_url", "image_url": {"url": ...}}`, Qwen `{"type": "image", "image": ...}`. TRL reads
@@ -22,14 +22,15 @@ from ...samples.texts import MESSAGES, PAIR
 
 COLUMNS = (*MESSAGES, *PAIR)
 KEYS = ("image", "image_url", "input_image")  # keys of a part of a content that name an image
-NAMED = re.compile(rf"""["']({"|".join(KEYS)})["'] *:""")
+# A key of an image in JSON, or in the type of a column as `datasets` writes it
+NAMED_IMAGE = re.compile(rf"""["']({"|".join(KEYS)})["'] *:""")
 AnyDataset = TypeVar("AnyDataset")
 
 
 def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
-    """Return a dataset with the images that its messages name in a column `images`, and `{"type": "image"}` for each.
+    """Return a dataset in which a column `images` has the images that messages name, and messages have placeholders.
 
-    Files are opened when rows are read.
+    A placeholder is `{"type": "image"}`. The files of images are opened when rows are read.
 
     Args:
         dataset: A table, a stream, or a dictionary of them. A dataset that has a column of images already or names no
@@ -44,7 +45,7 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     columns: Any = [column for column in columns_of(dataset) if column in COLUMNS]
     if not columns or has_images(dataset) or has_transform(dataset) or not _names_images(dataset, columns):
         return dataset
-    move: Any = partial(_with_images, columns=columns, name=name)
+    move: Any = partial(_move_images, columns=columns, name=name)
     if isinstance(dataset, IterableDataset):
         stream: Any = (dataset.decode(False) if dataset.features else dataset).map(move, with_indices=True)
         return stream
@@ -64,32 +65,33 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
 def _names_images(dataset: Any, columns: list[str]) -> bool:
     """Return whether a message names an image: in any row of a table, or in the first rows of a stream."""
     if isinstance(dataset, IterableDataset):
-        rows: Any = first_rows(dataset)
-    else:
-        types = [str(dataset.features[column]) for column in columns]
-        if not any("Json" in text or NAMED.search(text) for text in types):
-            return False
-        rows = dataset.select_columns(columns).with_format("arrow").iter(1000)
-        return any(_has_name(table.column(column)) for table in rows for column in columns)
-    return any(_with_images(row, 0, columns=columns, name="")["images"] for row in rows)
+        return any(_move_images(row, 0, columns=columns, name="")["images"] for row in first_rows(dataset))
+    # No row has to be read if the types of the columns have no such key. A column of JSON may have any key
+    types = [str(dataset.features[column]) for column in columns]
+    if not any("Json" in text or NAMED_IMAGE.search(text) for text in types):
+        return False
+    tables = dataset.select_columns(columns).with_format("arrow").iter(1000)
+    return any(_column_names_image(table.column(column)) for table in tables for column in columns)
 
 
-def _has_name(values: pa.ChunkedArray) -> bool:
+def _column_names_image(values: pa.ChunkedArray) -> bool:
     """Return whether a message in a column of some rows names an image that is not None."""
-    return any(_named(chunk) for chunk in values.chunks)
+    return any(_contains_name(chunk) for chunk in values.chunks)
 
 
-def _named(values: pa.Array) -> bool:
+def _contains_name(values: pa.Array) -> bool:
     """Return whether values, which may be nested, contain one of `KEYS` with a value that is not None."""
     kind = values.type
     if isinstance(kind, pa.JsonType):
-        return bool(pc.any(pc.match_substring_regex(values.storage, NAMED.pattern)).as_py())
+        return bool(pc.any(pc.match_substring_regex(values.storage, NAMED_IMAGE.pattern)).as_py())
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _named(values.flatten())
+        return _contains_name(values.flatten())
     if not pa.types.is_struct(kind):
         return False
     fields = {kind.field(i).name: values.field(i) for i in range(kind.num_fields)}
-    return any(column.null_count < len(column) if key in KEYS else _named(column) for key, column in fields.items())
+    return any(
+        column.null_count < len(column) if key in KEYS else _contains_name(column) for key, column in fields.items()
+    )
 
 
 def _without_images(feature: Any) -> Any:
@@ -101,15 +103,22 @@ def _without_images(feature: Any) -> Any:
     return feature
 
 
-def _with_images(row: Mapping[str, Any], number: int, *, columns: list[str], name: str) -> dict[str, Any]:
-    """Return the columns of messages of a row with a placeholder for each image, and the column `images`."""
+def _move_images(row: Mapping[str, Any], number: int, *, columns: list[str], name: str) -> dict[str, Any]:
+    """Return the columns of messages of a row, with a placeholder in place of each image, and the column `images`.
+
+    Args:
+        row: the columns of the row.
+        number: the number of the row, for messages.
+        columns: names of the columns with messages.
+        name: name of the dataset, for messages.
+    """
     images: list[Any] = []
 
     def move_image(part: Any) -> Any:
         key = next((key for key in KEYS if isinstance(part, dict) and part.get(key) is not None), None)
         if key is None:
             return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
-        images.append(_image(part[key], f"Row {number} of the {name} dataset"))
+        images.append(_to_stored_image(part[key], f"Row {number} of the {name} dataset"))
         return {"type": "image"}
 
     def move_images_of_message(message: Any) -> Any:
@@ -126,7 +135,7 @@ def _with_images(row: Mapping[str, Any], number: int, *, columns: list[str], nam
     return {**changed, "images": images}
 
 
-def _image(value: Any, where: str) -> Any:
+def _to_stored_image(value: Any, where: str) -> Any:
     """Return an image as `datasets` stores it: its path or its bytes."""
     if isinstance(value, dict) and "url" in value:
         value = value["url"]
