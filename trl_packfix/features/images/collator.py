@@ -41,8 +41,8 @@ class ImageLayout:
             of Qwen-VL and Llava, and 1 for Idefics. It is also 0 for outputs with one row for each document.
     """
 
-    tokens: frozenset[str]
-    images: dict[str, int]
+    tokens: frozenset[str]  # names
+    images: dict[str, int]  # axes by name
 
 
 def join_padded(tensors: list[Tensor], axis: int) -> Tensor:
@@ -73,6 +73,7 @@ class PaddedImageCollator:
             token_outputs = {name: document[name][0] for name in self.layout.tokens & document.keys()}
             rows.append({"attention_mask": torch.ones_like(tokens["input_ids"]), **tokens, **token_outputs})
         longest = max(len(row["input_ids"]) for row in rows)
+        # A document without images lacks the outputs for tokens, which are then padding only
         no_tokens = torch.zeros(0, dtype=torch.int64)
         batch = {}
         for name in sorted(set().union(*rows)):
@@ -82,7 +83,8 @@ class PaddedImageCollator:
         for name, axis in self.layout.images.items():
             outputs = [document[name] for document in documents if name in document]
             if outputs and axis == 1:
-                # Each document has a row of images. A document without images has an empty row
+                # Each document is a row with an axis of images, which is padded. A document without images has an empty
+                # row
                 outputs = [document.get(name, outputs[0][:, :0]) for document in documents]
             if outputs:
                 batch[name] = join_padded(outputs, axis=0)
@@ -97,8 +99,8 @@ class RopeIndex:
     weights, which can be sent to the workers of a data loader.
     """
 
-    model_class: type[Any]
-    config: Any
+    model_class: type[Any]  # class of the base model
+    config: Any  # config of this model
 
     def __call__(self, document: dict[str, Any]) -> Tensor:
         """Return the position of each token in time, height and width, shape (3, tokens)."""
@@ -153,7 +155,8 @@ class PackedImages(PackContent):
 
         Args:
             documents: the documents of the pack.
-            runs: the runs of the pack, in the order of their rows.
+            runs: the runs of the pack, in the order of their rows. A `DocumentRun` names its document by the index
+                `document`, and begins with the token `first` of it.
             position_ids: position of each token in its document, shape (1, T), with padding.
 
         Returns:
@@ -167,7 +170,8 @@ class PackedImages(PackContent):
             values = [documents[i].get(name, text_values[i])[:, first:] for i, first, *_ in runs]
             num_padding = position_ids.shape[1] - sum(value.shape[1] for value in values)
             entries[name] = F.pad(torch.cat(values, dim=1), (0, num_padding))
-        # Of each run, the outputs for the images that belong to its rows
+        # Take the outputs for the images that begin in each run. A run has none if all images of its document begin
+        # before it, in tokens that the document shares
         run_outputs = [
             documents[i] if images_before == 0 else images_between(documents[i], images_before, num, num=num)
             for i, _, images_before, num in runs

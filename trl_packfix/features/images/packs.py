@@ -1,4 +1,4 @@
-"""The hooks of packs with images: how they are proved on a model, and what unpacks a model that they leak in."""
+"""Say how packs with images are proved on a model, and how a model is trained if documents leak in its packs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .unpacking import UnpackedImages
 
 
 class ImagePacks(Feature):
-    """Packs of documents with images.
+    """Feature of packs with images: it chooses the classes of the probe and of unpacking.
 
     Args:
         examples: an `ImageExamples`, which makes documents through the processor of the run, for the probe.

@@ -19,19 +19,20 @@ if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes repo
 class ImageNumbers:
     """The images of the documents: in the first epoch of a table, or in the packs of a stream so far.
 
-    Planning gives ranks even sums of the costs of the vision tower and of the language model. So the costs of one of
-    the two models may be uneven. The *imbalance* of a model is modelled time / modelled time if ranks never waited, if
-    only this model took time.
+    Planning balances the sum of the costs of the vision tower and the language model between ranks. So the costs of
+    one of the two models may be uneven. The *imbalance* of a model says how much longer a step takes because ranks wait
+    for each other, if only this model took time: 1.0 if ranks never wait.
     """
 
     num_images: int
     num_documents: int  # documents with images
     per_pack: float  # mean number of images in a pack
-    most: int  # most images in a pack
+    most: int  # largest number of images in a pack
     tower_share: float | None = None  # FLOPs of the vision tower / all FLOPs; None if the cost of the tower is unknown
     tower_imbalance: float | None = None  # imbalance of the tower alone; None if its cost is unknown, or for a stream
     language_imbalance: float | None = None  # imbalance of the language model alone; None if `tower_imbalance` is None
-    most_waiting: tuple[int, int] | None = None  # most documents, and bytes, that wait on a rank; None for a table
+    # Limits of the number of documents, and of bytes of images, that wait on a rank; None for a table
+    most_waiting: tuple[int, int] | None = None
 
     @classmethod
     def of_table(cls, planner: EpochPlanner) -> "ImageNumbers":
@@ -41,7 +42,7 @@ class ImageNumbers:
         schedule = planner.schedule(0)
         costs = planner.image_costs
         has_pack = np.diff(schedule.offsets) > 0
-        images_of_packs = schedule.slot_sums(counts).ravel()[has_pack]
+        images_of_packs = schedule.slot_sums(counts).ravel()[has_pack]  # a slot is the place of one pack
         section = cls(
             num_images=int(counts.sum()),
             num_documents=int((counts > 0).sum()),

@@ -1,6 +1,7 @@
-"""What the core meets of rows with images before there is a run: an `ImageSupport`.
+"""Offer the core what it needs for rows with images before a trainer is made: an `ImageSupport`.
 
-`samples/image_support.py` says what each method does. Modules that need torch or TRL are imported when they are called.
+`samples/image_support.py` says what each method does. Modules that need torch or TRL are imported when a method is
+called.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,9 @@ class Images(ImageSupport):
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
         if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
             return
-        forms = [(columns, has) for columns, has in forms_of_table(dataset, "") if has.any()]
-        if not per_turn and any(columns == ("conversations",) for columns, _ in forms):
+        # `forms_of_table` yields the columns of each form of text, and which rows have it
+        forms = [columns for columns, has_form in forms_of_table(dataset, "") if has_form.any()]
+        if not per_turn and ("conversations",) in forms:
             raise ValueError(
                 f"The {name} dataset of {len(dataset)} rows has images and `conversations`. The collator of images "
                 "reads `messages` with `role` and `content`. Convert the rows: "

@@ -1,8 +1,8 @@
 """The attention implementation `packfix_flash_tower`, for vision towers that compute all images of a pack in one row.
 
 With `sdpa` such towers call attention once per image, or once per window of an image, and read the lengths of the
-images on the host in every layer. To a flash attention they pass the boundaries of the images instead. transformers
-takes an attention for flash if its name has "flash" in it. So this implementation gets the boundaries, and runs on:
+images on the host in every layer. To flash attention they pass the boundaries of all images in one call. For
+transformers, every attention with "flash" in its name is flash attention. So this implementation gets the boundaries:
 
     CUDA   FlashAttention-2 as built into torch, not causal: one call per layer, and the host reads nothing
     other  F.scaled_dot_product_attention, with images of one length, or windows of one length, as rows of a batch

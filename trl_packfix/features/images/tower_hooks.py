@@ -1,8 +1,8 @@
 """Hooks on the vision towers and the decoder of a model while it takes packs with images.
 
-A `PackedForwardGuard` (`attention/forwards.py`) installs them with its own hooks. A tower gets no boundaries of the
-text. Where ranks share the pack, each computes some of the images, and the decoder then gets the part of the pack that
-this rank holds. `parts.py` divides, joins and cuts.
+A `PackedForwardGuard` (`attention/forwards.py`) installs them with its own hooks. They keep the boundaries of the text
+from the tower. If ranks share the pack, each rank computes some of the images, the outputs of all ranks are joined, and
+the decoder gets the part of the pack that this rank holds. `parts.py` divides, joins and cuts.
 """
 
 from typing import Any
@@ -39,11 +39,11 @@ class TowerHooks(ModelHooks):
 
     def _divide_inputs(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Return the arguments of a tower: where ranks share the pack, only the images that this rank computes."""
-        running = running_forward()
+        forward = running_forward()  # the packed forward that runs, with the group of ranks that share the pack
         division = None
         # If several guards are on this model, only the guard that made the packed forward divides its images.
-        if running is not None and running is self._guard.entered_forward:
-            args, kwargs, division = divide_tower_inputs(args, kwargs, running.group)
+        if forward is not None and forward is self._guard.entered_forward:
+            args, kwargs, division = divide_tower_inputs(args, kwargs, forward.group)
         self._divisions.append(division)
         return args, kwargs
 
@@ -67,8 +67,8 @@ def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
     """Cut the inputs of the decoder to the tokens of this rank, if ranks share the pack."""
-    running = running_forward()
-    if running is None or running.group.is_alone:
+    forward = running_forward()
+    if forward is None or forward.group.is_alone:
         return None
     inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
-    return args, kwargs | cut_to_part(inputs, running.part_tokens, running.group.rank)
+    return args, kwargs | cut_to_part(inputs, forward.part_tokens, forward.group.rank)

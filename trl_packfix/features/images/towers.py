@@ -1,7 +1,8 @@
-"""What the core meets of the vision towers of models: a `TowerSupport` for packs with images.
+"""Offer the core what it needs for the vision towers of models in packs with images: a `TowerSupport`.
 
-`attention/tower_support.py` says who calls it. While a model takes packs, its towers have the hooks of
-`tower_hooks.py`, and those that compute one image after the other the attention of `tower_attention.py`.
+`attention/tower_support.py` says who calls it, and what each method does. While a model takes packs, its towers have
+the hooks of `tower_hooks.py`. Towers that would compute one image after the other have the attention of
+`tower_attention.py`, too.
 """
 
 from collections.abc import Iterator

@@ -6,7 +6,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...attention.models import base_model
 from ...attention.packed_forward import BOUNDARIES
@@ -17,16 +17,21 @@ from ...isolation.unpacking import NUM_PADDING_TOKENS, join_outputs
 class UnpackedImages(AroundCalls):
     """Runs the whole base model of an image-text model on documents as rows, while it is installed.
 
-    `UnpackedForward` would be too late for models that build masks or positions from images before the decoder (gemma3
-    lets the tokens of an image attend to each other). All documents of a pack share one call, so that every rank
-    gathers the same parameters, and images are in the order of their documents. Rows are padded with token 0. The probe
-    runs such rows, so a model in which token 0 is an image is refused.
+    `UnpackedForward`, which does this for text, changes the inputs of the decoder. That is too late for models that
+    build masks or positions from images before the decoder (gemma3 lets the tokens of an image attend to each other).
+    All documents of a pack share one call, so that every rank gathers the same parameters, and images are in the order
+    of their documents. Rows are padded with token 0. The probe runs such rows, so a model in which token 0 is an image
+    is refused.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__(base_model(model).base_model)
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
+        """Yield the arguments for the rows, get the output for them, and yield the output for the pack.
+
+        Shapes: B documents, and L tokens in a row.
+        """
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is None:
             return
@@ -40,4 +45,11 @@ class UnpackedImages(AroundCalls):
             if row_arguments.get(name) is not None:
                 row_arguments[name] = row_arguments[name][0][token_indices].masked_fill(~mask, 0)
         output = yield (), row_arguments | {"attention_mask": mask.long()}
-        yield join_outputs([output], lambda values: values[0][mask][None], lambda values: values[0][mask.flatten()])
+
+        def join_states(states: list[Tensor]) -> Tensor:
+            return states[0][mask][None]
+
+        def join_router_logits(logits: list[Tensor]) -> Tensor:
+            return logits[0][mask.flatten()]
+
+        yield join_outputs([output], join_states, join_router_logits)
