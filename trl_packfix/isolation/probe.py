@@ -140,8 +140,7 @@ class Probe(ProbedModel):
     """
 
     dtype: torch.dtype
-    # Whether `tracing.py` can find the modules of a leak. It expects packs that hold documents one after the other.
-    traces_leaks = True
+    traces_leaks = True  # whether `tracing.py` can find the modules of a leak: documents have no rows in common
     has_further_examples = False  # whether packs of documents that hold more than text are tested, after packs of text
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
@@ -150,14 +149,15 @@ class Probe(ProbedModel):
         self.drawing_modules: list[nn.Module] = []
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
-        num_tokens = self.config.vocab_size
-        # Special tokens in the first half of the vocabulary are taken to be at its beginning, and words to begin behind
-        # them. Special tokens in the second half are excluded one by one.
-        first_word = max((token for token in special if token < num_tokens // 2), default=0) + 1
-        self._words = torch.tensor([token for token in range(first_word, num_tokens) if token not in special])
+        vocab_size = self.config.vocab_size
+        # Special tokens in the first half of the vocabulary are taken to be at its beginning, so words begin behind the
+        # last of them. Special tokens in the second half are excluded one by one.
+        first_word = max((token for token in special if token < vocab_size // 2), default=0) + 1
+        self._words = torch.tensor([token for token in range(first_word, vocab_size) if token not in special])
 
     @property
     def _collate(self) -> PackedDataCollator:
+        """The collator, called with documents, that makes the batch of their pack."""
         return PackedDataCollator(pad_to_multiple_of=self.degree)
 
     def tokens(self, length: int) -> Tensor:
@@ -165,7 +165,7 @@ class Probe(ProbedModel):
         return self._words[torch.randint(len(self._words), (length,), generator=self._generator)]
 
     def examples(self, max_length: int | None) -> Examples:
-        """Draw a pack of text, whose documents have at most `max_length` tokens, and variants of the pack."""
+        """Draw a pack of text, whose documents have at most `max_length` tokens, and two variants of the pack."""
         full_lengths = DOCUMENT_LENGTHS if self.degree <= 2 else DOCUMENT_LENGTHS_OVER_RANKS
         lengths = [min(n, max_length or n) for n in full_lengths]
         documents = [self.tokens(n) for n in lengths]
@@ -187,10 +187,10 @@ class Probe(ProbedModel):
         return documents, [replace_documents(documents, {1: self.tokens(8)})]
 
     def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
-        """Return the states of each document in one pack, (length, hidden) each; with a graph if `gradient`."""
+        """Return the states of each document in one pack, (length, hidden) each; differentiable if `gradient`."""
         lengths = [len(ids) for ids in documents]
         num_tokens = sum(lengths)
-        num_rows = -(-num_tokens // self.degree) * self.degree  # with the padding to a multiple of the degree
+        num_rows = -(-num_tokens // self.degree) * self.degree  # the pack is padded to a multiple of the degree
         states = self._row_states(documents, num_rows, gradient=gradient)
         return list(states[:num_tokens].split(lengths))
 
@@ -203,7 +203,7 @@ class Probe(ProbedModel):
         return states
 
     def forward_alone(self, ids: Tensor) -> Tensor:
-        """Return the states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
+        """Return the states that a document, (n,), has alone: (n, hidden)."""
         with self.unpacked(len(ids)), torch.no_grad():
             return self.states(self.make_row(ids))[0][: len(ids)]
 
@@ -213,10 +213,12 @@ class Probe(ProbedModel):
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
     def error_unpacked(self) -> str | None:
-        """Run a document without packing, in training mode with the user's attention. Return the error's text or None.
+        """Return the text of the error that the model raises on a document without packing in training mode, or None.
 
-        `forward_alone` runs in eval mode without gradients, and so without checkpointing. Here gradients are enabled,
-        except with an engine (DDP, DeepSpeed or FSDP), which would wait for a backward.
+        The model has the user's attention.
+
+        `forward_alone` would not do, because it runs in eval mode without gradients, and so without checkpointing. Here
+        gradients are enabled, except with an engine (DDP, DeepSpeed or FSDP), which would wait for a backward.
         """
         ids = self.tokens(DOCUMENT_LENGTHS[0])
         try:
@@ -279,7 +281,7 @@ class Probe(ProbedModel):
     def _make_batch(self, documents: list[Tensor], group: Group = ALONE) -> dict[str, Any]:
         """Return the batch, without labels, that this rank of the group gets for a pack of documents."""
         pack = self._collate([{"input_ids": ids} for ids in documents])
-        batch = cut_part(pack, group)
+        batch = cut_part(pack, group)  # the part of this rank
         return self.move_batch({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
     def run_without_draws(self, run: Callable[[], T]) -> T:
@@ -307,20 +309,20 @@ class Probe(ProbedModel):
 
         On one rank there are few backwards: backward b sums the states of the documents whose index has bit b set. For
         each pair of documents some backward contains one and not the other. In a group of ranks there is one backward
-        per document. Its gradient is also compared with the gradient of the document alone, and a difference beyond
-        rounding is returned, too. Otherwise a gradient that is not sent back to its rank would go unnoticed, because it
-        changes no gradient of another document.
+        per document. Its gradient is also compared with the gradient of the document alone, because a gradient that is
+        not sent back to its rank changes no gradient of another document, and would go unnoticed.
 
         Returns:
-            The largest gradient that should be 0 (or relative difference); None if the model does not support it.
+            The largest gradient that should be 0 or, if it is larger, the largest relative difference beyond rounding
+            between the gradients of a document in the pack and alone. None if the model supports no such gradients.
         """
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
         limit = self.group.gradient_limit(self.rounding)
         if limit is None:  # one rank, where the gradients of documents alone are not compared
-            bits = range((len(rows) - 1).bit_length())
+            num_bits = (len(rows) - 1).bit_length()
             targets = [
                 GradientRows(None, torch.cat([own_rows for i, own_rows in enumerate(rows) if i >> bit & 1]))
-                for bit in bits
+                for bit in range(num_bits)
             ]
         else:
             targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
@@ -329,12 +331,7 @@ class Probe(ProbedModel):
             # Some kernels sum tokens of several documents in common, which rounds by up to one eps per token in the
             # rows of other documents.
             crossing_limit = mixer_support().tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps
-            return self._gradient_error(
-                batch,
-                targets,
-                limit=limit,
-                crossing_limit=crossing_limit,
-            )
+            return self._gradient_error(batch, targets, limit=limit, crossing_limit=crossing_limit)
         except KernelError:
             raise
         except ValueError as error:  # of a repaired module that is recomputed without the boundaries of its forward
@@ -354,7 +351,7 @@ class Probe(ProbedModel):
                 error.
 
         Returns:
-            The larger of the two kinds of error, 0 without an error, or None if the model has no such gradients.
+            The largest error of both kinds, 0 if there is none, or None if the model has no such gradients.
         """
         error = 0.0
         gradients = self.embedding_gradients(
@@ -379,6 +376,7 @@ class Probe(ProbedModel):
                     return None
                 alone = gradients_alone[0][: len(rows)]
                 scale = alone.abs().max().item()
+                # A gradient of 0 in a row that has one alone was not sent back to its rank.
                 is_lost = ((in_pack == 0).all(-1) & (alone != 0).any(-1)).any().item()
                 gap = inf if is_lost else (in_pack - alone).abs().max().item() / scale
                 error = max(error, gap if gap > limit or is_lost else 0.0)

@@ -4,6 +4,9 @@ A pack comes in through hooks on the backbone, and states in the form of the pac
 everything else is as in packed training. In a causal model padding at the end cannot change earlier tokens, so each
 document is computed as it is alone. The cost is the padding. `packed_model.py` installs these hooks on a model that
 leaks, if `on_leak` allows it. `features/pack_forward/` does the reverse.
+
+*Boundaries* (`cu_seq_lens_q`) say where the documents of a pack begin. `DocumentRows` (`attention/rows.py`) has the
+documents as rows of `padded_batches`, and joins tensors of the batches to a tensor of the pack.
 """
 
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from ..attention.packed_forward import BOUNDARIES, undivided_budget
 from ..attention.rows import DocumentRows, PaddedBatch, TensorAxes
 from .repair import AroundCall, AroundCalls, is_sharded
 
-# Arguments of a pack that rows do not get, or get in another form
+# Arguments of the backbone for a pack that it does not get for rows, or gets in another form
 PACK_ARGUMENTS = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
 TOKEN_AXES = TensorAxes((1,), 0)  # axes of a tensor (rows, tokens, ...)
 BackboneOutput = tuple[Any, ...] | ModelOutput
@@ -62,11 +65,12 @@ class UnpackedForward(AroundCalls):
             boundaries = self._boundaries[-1]
         if boundaries is None:
             return
-        # Image-text models compute the embeddings before the backbone.
+        # 1. Find the tokens, or the embeddings. Image-text models compute these before the backbone.
         name = "input_ids" if args or kwargs.get("input_ids") is not None else "inputs_embeds"
         tokens = args[0] if args else kwargs[name]
         row_arguments = {key: value for key, value in kwargs.items() if key not in PACK_ARGUMENTS}
-        budget = inf if is_sharded(module) else tokens.shape[1]
+        # 2. Divide the documents into batches. Tests put all into one batch, whatever the budget (`undivided_budget`).
+        budget = inf if is_sharded(module) else tokens.shape[1]  # most padded tokens of a batch
         lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents only pad their number
         documents = DocumentRows(lengths, tokens.device, undivided_budget(budget), padding=NUM_PADDING_TOKENS)
 
@@ -75,10 +79,11 @@ class UnpackedForward(AroundCalls):
             mask = torch.arange(batch.longest, device=tokens.device) < sizes[:, None]
             return {**row_arguments, name: batch.split(tokens, TOKEN_AXES), "attention_mask": mask.long()}
 
-        # The first batch is the call that is under way, and all others run in addition.
+        # 3. Run the first batch as the call that is under way, with arguments by name, and all others in addition.
         first_output = yield (), inputs_of(documents.padded_batches[0])
         outputs = [first_output]
         outputs += [module.forward(**inputs_of(batch)) for batch in documents.padded_batches[1:]]
+        # 4. Join the outputs.
         yield join_outputs(
             outputs,
             join_states=lambda values: documents.join(values, TOKEN_AXES),
@@ -94,6 +99,10 @@ def join_outputs(
     """Join the outputs of a backbone for batches of documents to its output for the pack.
 
     It is the first output, with the joined states of all outputs and the joined router logits of each layer.
+
+    Args:
+        join_states: joins last hidden states, (rows, tokens, hidden) of each batch.
+        join_router_logits: joins the logits of one layer's router, of all batches.
     """
     output = outputs[0]
     if isinstance(output, tuple):
