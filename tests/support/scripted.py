@@ -59,8 +59,8 @@ class ScriptedProbe(Probe):
     def forward_alone(self, ids):
         return self._make_states(ids, self.alone(ids))
 
-    def run_without_draws(self, run):
-        return run()
+    def run_without_draws(self, run_model):
+        return run_model()
 
     def undisturbed(self):
         return nullcontext()

@@ -170,7 +170,7 @@ def _leaf_sizes(leaves: Leaves) -> Sizes:
     return tensors | {place: value for place, value in leaves if type(value) is int}
 
 
-def _record_sizes(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
+def _record_sizes(modules: dict[str, nn.Module], run_model: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
     """Return the sizes of arguments and outputs of each module, in its first call in a run.
 
     If the run raises, modules that were not called before are missing.
@@ -181,5 +181,5 @@ def _record_sizes(modules: dict[str, nn.Module], run: Callable[[], object]) -> d
         recorded.setdefault(name, (inputs, outputs or {}))
 
     with suppress(CannotRun), calls_watched(modules, _leaf_sizes, note_first_call):
-        run()
+        run_model()
     return recorded

@@ -364,10 +364,10 @@ class _StepProbe:
                 "are not trained, for example because their output is detached"
             )
 
-    def gradient_after(self, run: Callable[[], Any]) -> Tensor:
-        """Call `run` without gradients in the parameters, and return the products of the gradients that it leaves."""
+    def gradient_after(self, run_step: Callable[[], Any]) -> Tensor:
+        """Call `run_step`, and return the products of the gradients that it leaves in the parameters."""
         self.model.zero_grad(set_to_none=True)
-        run()
+        run_step()
         return gradient_products([parameter for parameter in self.model.parameters() if parameter.requires_grad])
 
     def summed_gradient(self, groups: Groups) -> Tensor:
@@ -413,10 +413,11 @@ class _StepProbe:
         for i in indices:
             if _num_trained(documents[i]):
                 pack = [document if j == i else _mask_labels(document) for j, document in enumerate(documents)]
-                in_pack = self.summed_gradient([pack])
-                alone = self.reference_gradient(documents[i])
-                factor = (in_pack * alone).sum() / (alone * alone).sum()  # with which `alone` is nearest to `in_pack`
-                gaps.append(largest_gap(in_pack, factor * alone) if factor > 0 else inf)
+                gradient_in_pack = self.summed_gradient([pack])
+                gradient_alone = self.reference_gradient(documents[i])
+                # The factor with which the gradient alone is nearest to the gradient in the pack
+                factor = (gradient_in_pack * gradient_alone).sum() / (gradient_alone * gradient_alone).sum()
+                gaps.append(largest_gap(gradient_in_pack, factor * gradient_alone) if factor > 0 else inf)
         return max(gaps)
 
     def measure_repetition(self) -> float:

@@ -284,20 +284,20 @@ class Probe(ProbedModel):
         batch = cut_part(pack, group)  # the part of this rank
         return self.move_batch({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
-    def run_without_draws(self, run: Callable[[], T]) -> T:
-        """Call `run` without random draws of the model, and return its result.
+    def run_without_draws(self, run_model: Callable[[], T]) -> T:
+        """Call `run_model` without random draws of the model, and return its result.
 
-        First `run` is called while the modules that draw random numbers are noted in `drawing_modules`, and the
+        First `run_model` is called while the modules that draw random numbers are noted in `drawing_modules`, and the
         coarsest dtype of outputs in `dtype`. Modules that draw are routers with jitter or sampling, and the noise of
-        NEFTune. If there are any, they are set to eval mode and `run` is called again. The context `undisturbed`, in
-        which this method is called, restores their modes.
+        NEFTune. If there are any, they are set to eval mode and `run_model` is called again. The context `undisturbed`,
+        in which this method is called, restores their modes.
         """
         with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):
-            result = run()
+            result = run_model()
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self.drawing_modules = [module for module in self.inner.modules() if type(module) in drawing_classes]
         self.silence()
-        return run() if drawing_classes else result
+        return run_model() if drawing_classes else result
 
     def silence(self, *call: object) -> None:
         """Set the `drawing_modules` to eval mode again. It takes any arguments, so that it can be a forward hook."""
@@ -363,10 +363,10 @@ class Probe(ProbedModel):
             return None  # the backbone gets documents as padded rows, not the pack
         for gradient, (ids, rows, num_shared) in zip(gradients, targets, strict=True):
             # First, separate the gradient in the document's rows from the gradient in all other rows, which crosses.
-            in_pack = gradient[rows]
+            gradient_in_pack = gradient[rows]
             gradient[rows] = 0
             crossing = gradient.abs().max().item()
-            scale = in_pack.abs().max().item()
+            scale = gradient_in_pack.abs().max().item()
             # Then compare the document's rows with the gradient of the document alone.
             if limit is not None:
                 own_rows = torch.arange(num_shared, len(rows), device=self.device)
@@ -374,11 +374,11 @@ class Probe(ProbedModel):
                     gradients_alone = self.embedding_gradients(self.make_row(ids), [own_rows])
                 if gradients_alone is None:
                     return None
-                alone = gradients_alone[0][: len(rows)]
-                scale = alone.abs().max().item()
+                gradient_alone = gradients_alone[0][: len(rows)]
+                scale = gradient_alone.abs().max().item()
                 # A gradient of 0 in a row that has one alone was not sent back to its rank.
-                is_lost = ((in_pack == 0).all(-1) & (alone != 0).any(-1)).any().item()
-                gap = inf if is_lost else (in_pack - alone).abs().max().item() / scale
+                is_lost = ((gradient_in_pack == 0).all(-1) & (gradient_alone != 0).any(-1)).any().item()
+                gap = inf if is_lost else (gradient_in_pack - gradient_alone).abs().max().item() / scale
                 error = max(error, gap if gap > limit or is_lost else 0.0)
             error = max(error, crossing if crossing > crossing_limit * scale else 0.0)
         return error

@@ -252,15 +252,15 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
 def _record_values(
     modules: dict[str, nn.Module],
     num_tokens: int,
-    run: Callable[[], object],
+    run_model: Callable[[], object],
     *,
     positions_only: bool = False,
     on_host: bool = False,
 ) -> Records:
-    """Call `run`, and return the tensors with an axis of `num_tokens` among inputs and outputs of each call.
+    """Call `run_model`, and return the tensors with an axis of `num_tokens` among inputs and outputs of each call.
 
     Args:
-        run: runs the model. Its result is not used.
+        run_model: runs the model. Its result is not used.
         positions_only: record only calls that get integers, which may be positions.
         on_host: record on the CPU.
     """
@@ -271,7 +271,7 @@ def _record_values(
             records.setdefault(name, []).append(CallRecord(inputs, outputs or {}))
 
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note_call):
-        run()
+        run_model()
     return records
 
 
