@@ -61,8 +61,8 @@ class PackedModel:
         enforce_flash_attention: whether the attention of the model is replaced by one that is faster on packs.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
-        feature: the feature of the packs. `prove` proves packs without it (`Feature.plain`, which all packs are), and
-            `prove_feature` packs with it.
+        feature: the feature of the packs. `prove` proves plain packs (`Feature.plain`), and `prove_feature` packs with
+            the feature.
 
     Attributes:
         attention: the chosen attention, with the reason.
@@ -141,13 +141,13 @@ class PackedModel:
         self._unpacked: ModelHooks | None = None
 
     def _forget_proofs(self) -> None:
-        """Forget whether the feature and which degrees were proved, because that was under another attention."""
+        """Forget which degrees were proved, and whether the feature was: proofs hold for one attention only."""
         self.feature_is_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
     def _takes_towers(self) -> bool:
-        """Whether towers that can run on the attention of this package do so in packs."""
+        """Whether towers get the attention of this package in packs, as far as they can run on it."""
         name = self._towers.attention_name
         return bool(name) and self.enforce_flash_attention and not self._refusals.get(name)
 
@@ -173,7 +173,7 @@ class PackedModel:
             wrapped: the model inside of its wrappers, as it will train.
 
         Returns:
-            The report of the last probe. With `on_leak="raise"` it is for the caller to raise.
+            The report of the last probe. With `on_leak="raise"`, the caller raises the error if the report is bad.
 
         Raises:
             KernelError: no attention kernel computes this model.
@@ -193,7 +193,7 @@ class PackedModel:
         if self.on_leak == "repair" and self._search is None:
             self._repair_leaks(wrapped)
         if self.on_leak != "raise" and not self.is_proved:
-            return self.unpack(wrapped, why=report.summary())
+            return self.unpack(wrapped, reason=report.summary())
         return self.isolation
 
     def prove_changed(self, wrapped: nn.Module) -> IsolationReport:
@@ -203,11 +203,11 @@ class PackedModel:
         self._choose_attention()
         return self.prove(wrapped)
 
-    def unpack(self, wrapped: nn.Module, why: str) -> IsolationReport:
+    def unpack(self, wrapped: nn.Module, reason: str) -> IsolationReport:
         """Run documents as rows of padded batches from now on, and return the report of a probe of such rows.
 
         Args:
-            why: the reason, a clause. It replaces the reason of the chosen attention.
+            reason: why, as a clause. It becomes a part of the reason of the attention.
         """
         for hooks in self._hooks:
             hooks.remove()
@@ -217,8 +217,8 @@ class PackedModel:
         for hooks in self._hooks:
             hooks.install()
         self.isolation = self._report_probe(wrapped)
-        reason = f"UNPACKED, documents as rows of padded batches, because {why}"
-        self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
+        text = f"UNPACKED, documents as rows of padded batches, because {reason}"
+        self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=text)
         return self.isolation
 
     def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:

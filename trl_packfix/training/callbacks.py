@@ -248,7 +248,7 @@ class BeforeFirstStep(TrainerCallback):
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
         may_unpack = args.on_leak != "raise" and not is_shared and not packed_model.is_unpacked
         if step.problem is not None and may_unpack:
-            isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
+            isolation = packed_model.unpack(trainer.model_wrapped, reason=f"in the first step {step.problem}")
             if isolation.passed:
                 unpacked_step = self._first_step.compare()
                 # If the unpacked model has a problem, too, the problem of the packed model is reported
