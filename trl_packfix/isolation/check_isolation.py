@@ -261,15 +261,15 @@ def judge_probe(
     # Of equal gaps, the one of the last document is chosen.
     largest_alone = max(differences_alone, key=lambda gap: (gap.size, gap.pair.common_documents))
     # A pack of one document needs no mask. transformers then drops it, and with it the causality of some models.
-    last = documents[-1:]
-    differences = [largest_alone, measurement.gap(RunPair(last, last, is_alone=True))]
+    last_document = documents[-1:]
+    differences = [largest_alone, measurement.gap(RunPair(last_document, last_document, is_alone=True))]
     if tested_thresholds:  # one document exceeds all thresholds at once, between two short ones
         long_pack, (short_pack,) = probe.long_examples(max(tested_thresholds.values()) + NUM_EXTRA_TOKENS)
         changes.append(measurement.gap(RunPair(long_pack, short_pack, is_large=True)))
         long_pairs = [RunPair(long_pack, [document], is_alone=True, is_large=True) for document in long_pack]
         differences += [measurement.gap(pair) for pair in long_pairs]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
-    # 3. Unless a gradient has shown a defect, find out what rounding explains, and test documents far from the start.
+    # 3. Unless a gradient has shown a defect, find out what rounding explains, and test a document far from the start.
     reach = 0
     if not probe.on_any_rank(gradient):
         _explain_by_rounding(measurement, changes)
@@ -285,8 +285,10 @@ def judge_probe(
     is_changed = not measurement.explains(change)
     is_equal = measurement.explains(difference)
     leaks, leaking_pair = _find_leaking_modules(measurement, changes, is_changed=is_changed, is_equal=is_equal)
+    # If ranks share packs, leaks are searched for a difference, too, so they do not show that documents change others.
+    crosses = is_changed or gradient or (leaks and probe.group.is_alone)
     report = IsolationReport(
-        isolated=not (is_changed or gradient or (leaks and probe.group.is_alone)),
+        isolated=not crosses,
         equal=difference <= measurement.tolerance,
         max_change=change,
         max_difference=difference,
