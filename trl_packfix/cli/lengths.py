@@ -1,7 +1,7 @@
 """Read files of lengths: documents of which only the number of tokens is known.
 
 `plan` and `show` need no more than lengths to plan packs. `read_lengths` reads a file, and `LengthRows` presents the
-lengths like a table of tokens.
+lengths like a table of tokens (a `RowReader`), in which every token is 0.
 """
 
 import csv
@@ -27,7 +27,7 @@ class LengthRows(RowReader):
     """Rows of which only the lengths are known. Every token counts as trained.
 
     Attributes:
-        lengths: tokens of each row, (R,).
+        lengths: tokens of each row, (N,) for N rows.
         files: the files of the table, beside which results are cached; none here.
     """
 
@@ -103,11 +103,11 @@ def _read_values(path: Path) -> Any:
         return values if values and not isinstance(values[0], dict) else None
     if path.suffix != ".csv":
         return None
-    csv.field_size_limit(MAX_LENGTH)  # other columns may have long texts
+    csv.field_size_limit(MAX_LENGTH)  # characters; other columns may have long texts
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = filter(None, csv.reader(file))
         names = [name.strip() for name in next(rows, [])]
-        if len(names) == 1 and names[0].isdigit():
+        if len(names) == 1 and names[0].isdigit():  # the column has no name: the first line is a number, too
             return [*names, *(row[0] for row in rows)]
         check_header(str(path), names)
         column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)

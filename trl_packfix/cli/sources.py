@@ -14,15 +14,16 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # by suffix, for `load_dataset`
+# Suffixes of the files that may be given, as messages list them
 SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
 
 
 @contextmanager
 def in_utf8(name: str) -> Iterator[None]:
-    """Turn the error for text that is not UTF-8 into a ValueError with the name of the file, within this context.
+    """Turn the error for text that is not UTF-8 into a ValueError that names the file, within this context.
 
-    `datasets` decodes the text of a table when its rows are read, so the context is around reading too.
+    `datasets` decodes the text of a table only when its rows are read, so rows must be read within the context, too.
     """
     try:
         yield
@@ -38,6 +39,8 @@ def load_rows(name: str, split: str = "train", config: str | None = None, *, set
     """Return the rows of a file, a folder or a dataset on the hub.
 
     Args:
+        name: a path, or a name on the hub.
+        split: the split to return, of a dataset that has splits.
         config: the configuration of a dataset on the hub that has several.
         setting: how messages name the setting of the split.
 
@@ -105,7 +108,7 @@ def check_paths(words: Iterable[str]) -> None:
     """Refuse DATA that does not exist, before libraries are imported that take seconds.
 
     Args:
-        words: the command line. DATA are the words before the first flag.
+        words: the arguments of the command. DATA are the words before the first flag.
     """
     for name in takewhile(lambda word: not word.startswith("-"), words):
         check_path(name)

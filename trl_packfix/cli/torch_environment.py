@@ -9,12 +9,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 def set_torch_environment() -> None:
-    """Set the variables; to be called before torch is imported. Variables that the user has set stay.
+    """Set the variables. Call this function before torch is imported.
 
-    A process without a launcher sees only the first of its GPUs, because TRL would spread a model that is given by name
-    over all of them. The memory allocator grows its segments, because micro-batches of different lengths would leave
-    gaps in fixed segments. The OpenMP threads of the CPU sleep while they wait, because beside other work they would
-    spend most of their time spinning.
+    Settings of the user stay, except that a process without a launcher sees only the first of its GPUs, because TRL
+    would spread a model that is given by name over all of them. The memory allocator grows its segments, because
+    micro-batches of different lengths would leave gaps in fixed segments. The OpenMP threads of the CPU sleep while
+    they wait, because beside other work they would spend most of their time spinning.
     """
     if not any(name in os.environ for name in LAUNCHER_VARIABLES):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
