@@ -91,7 +91,7 @@ def test_show_names_the_images_of_a_document(workplace, capsys, printed):
 def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, printed, monkeypatch):
     words = ["prepare", workplace / "rows.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
     manifest = printed(*words)
-    monkeypatch.delattr(RowProcessor, "measured")
+    monkeypatch.delattr(RowProcessor, "measure_row")
     data = load_from_disk(str(tmp_path / "out"))
     found = made(tmp_path / "run", workplace, data, max_length=80)
     assert manifest["tokens"] == found.data.source.reader.lengths.sum()

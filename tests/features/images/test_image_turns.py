@@ -186,7 +186,7 @@ def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkey
     def never(*args):
         raise AssertionError("a turn was measured again")
 
-    monkeypatch.setattr(RowProcessor, "measured", never)
+    monkeypatch.setattr(RowProcessor, "measure_row", never)
     processor = type(build_processor("llava")).from_pretrained(tmp_path / "model")
     made = run(tmp_path / "run", load_from_disk(str(tmp_path / "out")), processor=processor)
     assert len(made.data.source.documents) == 18
