@@ -9,7 +9,8 @@ Words:
                    Cutting and splitting change spans. No token is rewritten.
     pack           documents that pass through the model together.
     trained token  a token whose label is not -100 and which is not the first token of its document.
-    ledger         the counts of all documents and tokens, and of those that were kept, truncated, split or dropped.
+    ledger         counts of all documents and tokens of the table, and of the documents and tokens that were kept,
+                   truncated, split or dropped.
     fragment       one of several documents that were made from one long document.
     block          with the strategy `wrapped`, all documents are concatenated and cut every `max_length` tokens. The
                    tokens between two cuts are a block.
@@ -109,8 +110,8 @@ class Documents:
     # The following arrays, up to `image_stop`, are None if the rows have no images
     image_count: Int64Array | None = None  # number of images
     image_values: Int64Array | None = None  # number of values in the processed images, which the vision tower reads
-    # Cost of the tower's attention: the square of an image's number of values, summed over the images of the document.
-    # If the tower reads tiles of an image separately, each tile counts as an image
+    # The square of an image's number of values, summed over the images of the document. The cost of attention in the
+    # tower grows with it. If the tower reads tiles of an image separately, each tile counts as an image
     image_squares: Int64Array | None = None
     image_start: Int64Array | None = None  # first token of the first image in the document; 0 without an image
     image_stop: Int64Array | None = None  # the token behind the last image in the document; 0 without an image
