@@ -246,6 +246,7 @@ class _SavedByFlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return gradients without values, of the shapes of queries, keys and values."""
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 

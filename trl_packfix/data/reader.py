@@ -340,13 +340,16 @@ class TokenReader(RowReader):
 
     @property
     def comparison_reader(self) -> "TokenReader":
+        """This reader itself, because documents are compared by their tokens."""
         return self
 
     @property
     def lengths(self) -> Int64Array:  # type: ignore[override]
+        """Number of tokens of each row."""
         return self._tokens.lengths
 
     def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
+        """Return the documents of each row, from the column `seq_lengths`, see `RowReader`."""
         if self._seq_lengths is None:
             return None
         documents_per_row = self._seq_lengths.lengths

@@ -192,9 +192,11 @@ class StreamTokens(StreamRows):
     vocab_size: int | None = None  # size of the vocabulary, to refuse other token ids; None does not check them
 
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
+        """Return the stream unchanged, and this object."""
         return dataset, self
 
     def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
+        """Cut some rows to documents, and copy their tokens and labels."""
         if "input_ids" in table.column_names:
             check_tokens(table, "train", self.vocab_size)
         reader = TokenReader(table)

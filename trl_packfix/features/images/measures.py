@@ -80,9 +80,11 @@ class ProcessedImages(Recipe):
 
     @property
     def setting(self) -> str:  # type: ignore[override]  # a property, because it depends on the rule
+        """The setting of the user that divides rows into these samples; "" if a sample is a row."""
         return "" if self.rule is None else "per_turn"
 
     def samples(self, row: Row, number: int) -> list[Sample]:
+        """Return the measures of a row or, with a rule, of each of its trained turns."""
         rule = self.rule
         if rule is None:
             return [self._measure_rows(row, number)]
@@ -187,6 +189,7 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
     rule: TurnRule = field(default_factory=TurnRule)
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make a batch of rows, in which only the selected turns are trained."""
         if not self.assistant_only_loss or "messages" not in examples[0]:
             return super().torch_call(examples)
         examples_in_parts = []

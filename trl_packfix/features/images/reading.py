@@ -65,6 +65,7 @@ class ImageReading(TextReading):
         self.tower = vision_tower(inner) or nn.Module()
 
     def read(self, dataset: Dataset, name: str) -> RowReader:
+        """Return the reader of a table. A table without images that is tokenised is read as text."""
         if self._is_tokens(dataset):
             return super().read(dataset, name)
         return measure_rows(dataset, self.process, name, args=self.args, marks=name == "train")
@@ -74,19 +75,23 @@ class ImageReading(TextReading):
         return "input_ids" in columns_of(dataset) and not has_images(dataset)
 
     def reads(self, dataset: Dataset) -> bool:
+        """Return True: `read` reads every table."""
         return True
 
     def of_stream(self, vocab_size: int | None = None) -> StreamImages:
+        """Return the object that makes documents of the rows of a stream."""
         rule = TurnRule.from_args(self.args) if self.args.per_turn else None
         return StreamImages(
             self.process, self.args.dataset_text_field, rule, drops_bad_rows=self.args.bad_rows == "drop"
         )
 
     def first_of_stream(self, dataset: IterableDataset) -> str:
+        """Return a hash of the first row of a stream, which tells rows apart."""
         rows, reading = self.of_stream().open_stream(dataset)
         return hashlib.sha256(repr(reading.encode_row(next(iter(rows)))).encode()).hexdigest()
 
     def table(self, dataset: IterableDataset) -> Dataset:
+        """Read a whole finite stream into a table in memory, with its images as they are stored in files."""
         if self._is_tokens(dataset):
             return super().table(dataset)
         rows, reading = self.of_stream().open_stream(dataset)
@@ -103,11 +108,13 @@ class ImageReading(TextReading):
         return concatenate_datasets([Dataset.from_list(texts_and_values), image_table], axis=1)
 
     def costs(self, costs: CostModel) -> CostModel:
+        """Add the costs of images in the vision tower to the costs of tokens."""
         model = base_model(self._trainer.model)
         is_trained = any(parameter.requires_grad for parameter in self.tower.parameters())
         return with_tower(costs, model.config, type(model), is_trained=is_trained)
 
     def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor:
+        """Return the FLOPs of a forward of the vision tower on a batch."""
         image_sizes = sequence_sizes(inputs).to(dtype)
         return costs.tower(image_sizes, image_sizes**2).sum()
 
@@ -123,9 +130,11 @@ class ImageReading(TextReading):
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
     def replaces(self, collate: Callable[..., Any]) -> bool:
+        """Return True: `padded` can replace any collator, because it does not call it."""
         return True
 
     def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the collator of padded batches."""
         return PaddedImageCollator(self.examples.layout, self._trainer._tokenizer.pad_token_id)
 
     def check_padded(self, reader: RowReader) -> None:

@@ -79,6 +79,7 @@ class ImageRows(RowReader):
         return self._table.with_format("arrow")[:]
 
     def digests(self, rows: Int64Array) -> bytes:
+        """Return the digests of rows, one behind the other: hashes of their tokens, labels and pixels."""
         return b"".join(self._columns["digest"].take(rows).to_pylist())
 
     @cached_property
@@ -90,6 +91,7 @@ class ImageRows(RowReader):
 
     @property
     def comparison_reader(self) -> TokenReader:
+        """A reader of the tokens of all rows, in which the first token of an image stands for its content."""
         # The first token of each image becomes a number that stands for the content of the image. So two documents have
         # equal tokens only if their images are equal, too
         tokens = self._columns["tokens"].combine_chunks()
@@ -154,6 +156,7 @@ class ImageRows(RowReader):
         return edges
 
     def drop_undividable(self, spans: Any, max_length: int, *, needs_all_rows: bool) -> Any:
+        """Drop the documents that cannot be truncated without cutting an image, see `RowReader`."""
         # Truncating a document with an image behind `max_length` tokens would cut the image. A row is one document, so
         # `image_stops` counts from its start
         stops = self.image_stops[spans.row]
@@ -169,6 +172,7 @@ class ImageRows(RowReader):
         return spans.drop(is_too_long, "overlong")
 
     def report_section(self, planner: Any) -> Any:
+        """Return the section of a report on the images of a table."""
         from .report import ImageNumbers  # here, because planning imports this module
 
         return ImageNumbers.of_table(planner)
@@ -203,6 +207,7 @@ class ImageRows(RowReader):
         }
 
     def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+        """Shorten the common beginnings that end inside an image, see `RowReader`."""
         # The run of a document begins with the last common token, which predicts the first token that is not common. It
         # must not begin inside an image, but may begin with the first token of an image. So the common tokens then end
         # behind the first token of this image
@@ -218,6 +223,7 @@ class ImageRows(RowReader):
         return np.where(is_inside, first[image] + 1 - start, common)
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+        """Return the number of labels of each span that are not -100, shape (N,)."""
         # The measures give the labels of a span that begins with one of the first two tokens and ends with its row
         ends_with_row = stop == self.lengths[row]
         counts = (start == 0) * self._first_is_labelled[row] + ends_with_row * self._num_trained[row]

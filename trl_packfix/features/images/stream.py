@@ -79,6 +79,7 @@ class StreamImages(StreamRows):
 
     @property
     def processor_settings(self) -> str:  # type: ignore[override]
+        """The settings of the image processor, which a restart compares."""
         return self.process.settings.decode()
 
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
@@ -101,6 +102,7 @@ class StreamImages(StreamRows):
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
     ) -> tuple[list[dict[str, Any]], Documents, np.ndarray | None]:
+        """Measure some rows, cut them to documents, and return these with their encoded images, see `StreamRows`."""
         # First measure the rows
         rows = [self.encode_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         measures = self._measure_rows(rows)
@@ -175,14 +177,17 @@ class StreamImages(StreamRows):
         return values | processed
 
     def num_bytes(self, document: dict[str, Any]) -> int:
+        """Return the size of the row that a waiting document holds."""
         encoded = document.get(ENCODED)
         return 0 if encoded is None else encoded.num_bytes
 
     def count_images(self, documents: Sequence[dict[str, Any]]) -> np.ndarray:
+        """Return the three `counts` of the `EncodedRow` of each document, shape (N, 3)."""
         no_images = (0, 0, 0)  # for dummy documents
         return np.array([document[ENCODED].counts if ENCODED in document else no_images for document in documents])
 
     def report_section(self, stream: Any, counts: Any) -> ImageNumbers:
+        """Return the section of a report on the images of a stream so far."""
         return ImageNumbers.of_stream(stream, counts)
 
     def encode(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -211,6 +216,7 @@ class StreamImages(StreamRows):
         return {ENCODED: encoded_rows, "images": saved_images}
 
     def decode(self, state: dict[str, Any]) -> dict[str, list[Any]]:
+        """Return the encoded rows of documents, from the entries that `encode` has made."""
         if ENCODED not in state:  # no document was waiting
             return {}
         saved_images = state["images"]

@@ -21,11 +21,13 @@ class Images(ImageSupport):
     """Support for rows with images."""
 
     def with_named_images(self, dataset: T, name: str) -> T:
+        """Move the images that messages name into a column `images`."""
         from .named_images import with_named_images
 
         return with_named_images(dataset, name)
 
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
+        """Refuse a table with images and `conversations`, unless each turn becomes a document."""
         if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
             return
         # `forms_of_table` yields the columns of each form of text, and which rows have it
@@ -38,6 +40,7 @@ class Images(ImageSupport):
             )
 
     def reading_class(self, dataset: object) -> Any:
+        """Return the class by which the trainer reads a dataset with images; None for other datasets."""
         if not has_images(dataset):
             return None
         from .reading import ImageReading
@@ -45,16 +48,19 @@ class Images(ImageSupport):
         return ImageReading
 
     def read_table(self, dataset: Any, processor: Any, args: Any) -> Any:
+        """Return the reader of a table of rows with images, without a trainer."""
         from .reading import read_table
 
         return read_table(dataset, processor, args)
 
     def masking_collator(self, collate: Callable[..., Any], rule: Any) -> Callable[..., Any]:
+        """Return a collator, made from TRL's, that trains only the assistant turns of a rule."""
         from .measures import masking_collator
 
         return masking_collator(collate, rule)  # type: ignore[arg-type]  # the collator of TRL for images
 
     def count_turns(self, dataset: object, rule: Any) -> AssistantTurnCounts | None:
+        """Count the assistant turns of a table with images, before its rows are tokenised."""
         from .measures import count_turns_of_images
 
         return count_turns_of_images(dataset, rule)
