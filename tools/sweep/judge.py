@@ -213,9 +213,11 @@ class ImageJudge(Judge):
         ]
         cases = {
             "chats": [examples.document(images(*sizes), text) for sizes, text in chats],
-            "placed": [examples.joined(parts) for parts in placed],
+            "placed": [examples.join_content(parts) for parts in placed],
         }
-        self._start(pristine, cases, examples.packed, {ALONE: lambda documents: examples.alone(documents[0])})
+        self._start(
+            pristine, cases, examples.packed_batch, {ALONE: lambda documents: examples.unpacked_batch(documents[0])}
+        )
 
 
 class PrefixJudge(Judge):

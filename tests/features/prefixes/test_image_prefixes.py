@@ -77,7 +77,7 @@ def test_every_document_has_its_own_images(found, multiple):
         rows = layout.predicting_rows(i)
         assert torch.equal(batch["input_ids"][0, rows], ids[:-1])
         assert [shown[row] for row in rows] == images_of_rows(examples, ids, document.get("pixel_values"))[:-1]
-    for i, first, before, num in collate.rows.collate(documents)[1]:
+    for i, first, before, num in collate.text_collator.collate(documents)[1]:
         is_image = torch.as_tensor(documents[i]["input_ids"]) == examples.processor.image_token_id
         assert not is_image[first] or is_image[:first].sum() % 16 == 0
         assert before <= num <= is_image.sum() // 16
@@ -95,7 +95,7 @@ def test_images_of_one_document_are_shared_one_by_one(family):
     documents = [examples.join_content([*parts[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
     collate = sharing(examples)
     batch = collate(documents)
-    runs = collate.rows.collate(documents)[1]
+    runs = collate.text_collator.collate(documents)[1]
     longest = documents[2]
     assert batch["pixel_values"].shape == longest["pixel_values"].shape
     assert batch["input_ids"].shape[1] <= len(longest["input_ids"]) + 8
