@@ -2,8 +2,8 @@
 
 A *kind* is the path of a value in a row (`tool_calls[].function.name`), the role of its message, and the place of this
 message in the conversation. A *shape* is the set of all kinds of a row. Datasets have few shapes, so `data_proof.py`
-renders only a few rows of each to find out what happens to all texts. `read_kinds` returns the shapes of all rows as a
-`Given`; `leaves` lists the values of one conversation.
+renders only a few rows of each to find out what happens to all texts. `read_kinds` returns the shapes of all rows as
+`RowKinds`. `leaves` yields each value of one conversation with its kind, as a `Leaf`.
 """
 
 import hashlib
@@ -38,22 +38,21 @@ SCHEMA = {
     "$schema",
     "additionalProperties",
 }
-CONSTANT = " (true, false or null)"  # end of the path of such a value in a tool or in the arguments of a call
-# Paths of kinds that are facts about a row, see `KindReader`. The last three begin a path that ends with a name.
+CONSTANT = " (true, false or null)"  # end of the path of a boolean or null in a tool or in the arguments of a call
+# Paths of kinds that are facts about a row (`KindReader`)
 CONTROL = "Control token"
 PLACED = "Placeholder"
 BEGINS_WITH_BOS = "BOS"
 RENAMED_ROLE = "Renamed role"
+# Beginnings of paths. The name of a column follows, or the key of a message
 NULL_IN = "Null in "
 UNREAD_COLUMN = "Column "
 LABEL = "label "
 MEDIA = re.compile("image|video|audio")
 THOUGHT = re.compile(r"(</?think>)")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one text, which transformers copies to the others
-
-
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the same text; transformers fills all from one
 LONGEST_LABEL = 64  # a label, such as an id or a date, has fewer characters
-Place: TypeAlias = tuple[str, Any, Any]  # path of a value, the list or dictionary that holds it, and its key in it
+Location: TypeAlias = tuple[str, Any, Any]  # path of a value, the list or dictionary that holds it, and its key in it
 
 
 class Kind(NamedTuple):
@@ -69,8 +68,9 @@ class Kind(NamedTuple):
 
         Numbers elsewhere, labels, media, settings and facts about a row are not.
         """
-        is_setting = re.match(r"label |\w+=|[A-Z]|chat_template_kwargs", self.path) is not None
-        return bool(self.path) and not is_setting and not self.is_medium
+        # In this order: labels, numbers of a message (`weight=0`), facts about a row, and settings of the template
+        is_other = re.match(r"label |\w+=|[A-Z]|chat_template_kwargs", self.path) is not None
+        return bool(self.path) and not is_other and not self.is_medium
 
     @property
     def is_medium(self) -> bool:
@@ -94,13 +94,25 @@ class Leaf(NamedTuple):
 class KindReader:
     """A function for `Dataset.map` that reads the kinds of the values of rows.
 
-    Facts about a row are kinds, too, whose paths begin with a capital: "Null in COLUMN" if Arrow added keys
-    (`without_nulls`), "Control token" if a text of a message holds a match of `control`, "BOS" if a plain text begins
-    with `bos`, "Placeholder" if a content is a text with `placeholder`, "Other form" if neither `messages` nor a text
-    is read, "Renamed role", "Column NAME" if it has a text and is not read, and "No form" if a row cannot be read.
+    Facts about a row are kinds, too. Their paths begin with a capital:
 
-    With `is_formatted` a function of the user makes the text of a row, and may read any column. The kinds are then the
-    kinds of `messages_of_columns`.
+        Null in COLUMN  Arrow added keys to the dictionaries of the column (`without_nulls`)
+        Control token   a text of a message has a match of `control`
+        Placeholder     the content of a message is a text with `placeholder`
+        Renamed role    a message is from `human` or `gpt`
+        BOS             the row is a plain text that begins with `bos`
+        Other form      the row is read from `prompt` or `conversations`
+        Column NAME     the column has a value that may be text, and is not read
+        No form         the row cannot be read
+
+    Args:
+        text_field: Name of the column of plain text.
+        structs: The `struct_columns` of the dataset.
+        control: A pattern of the control tokens of the tokenizer; empty to look for none.
+        bos: The BOS token, if the tokenizer adds it to a text; else empty.
+        placeholder: The text that stands for an image in a content; empty if the dataset has no images.
+        is_formatted: Whether a function of the user makes the text of a row. It may read any column, so the kinds are
+            those of `messages_of_columns`, without facts.
     """
 
     text_field: str
@@ -124,6 +136,7 @@ class KindReader:
             return frozenset([Kind("No form")])
 
     def _kinds(self, raw_row: Mapping[str, Any]) -> Iterator[Kind]:
+        """Yield the kinds of a row, and raise any error if it cannot be read."""
         row = without_nulls(raw_row, self.structs)
         if self.is_formatted:
             yield from (leaf.kind for leaf in leaves(messages_of_columns(row)[0], {}))
@@ -139,25 +152,37 @@ class KindReader:
             yield from (Kind(f"{NULL_IN}{name}") for name in self.structs if name in row and row[name] != raw_row[name])
         elif columns and self.bos and row[columns[0]].startswith(self.bos):
             yield Kind(BEGINS_WITH_BOS)
-        if columns[:1] in (("prompt",), ("conversations",)):
+        if columns and columns[0] in ("prompt", "conversations"):
             yield OTHER_FORM
         for name, value in row.items():
             is_read = name in columns or (messages and name in ("tools", "chat_template_kwargs"))
-            if not is_read and isinstance(value, str | list | dict) and value and not str(value).isspace():
+            may_be_text = isinstance(value, str | list | dict) and value and not str(value).isspace()
+            if not is_read and may_be_text:
                 yield Kind(f"{UNREAD_COLUMN}{name}")
 
     def _kinds_of_messages(self, messages: list[Message], num_prompt: int, pattern: str) -> set[Kind]:
+        """Return the kinds of messages.
+
+        Args:
+            messages: All messages of a row.
+            num_prompt: How many of them are the prompt.
+            pattern: The pattern of control tokens; empty to look for none.
+        """
         control = _compiled(pattern) if pattern else None
-        kinds: set[Any] = set()
+        kinds: set[Any] = (
+            set()
+        )  # the fields of kinds: a plain tuple is made faster than a `Kind`, and most are repeated
         for i, (role, place, message) in enumerate(_with_role_and_place(messages)):
-            kinds.add(("", role, place))
-            for path, holder, key in _places_in_message(message):
+            kinds.add(("", role, place))  # says that there is such a message
+            for path, holder, key in _locations_in_message(message):
                 value = holder[key]
                 if control is not None and isinstance(value, str) and control.search(value):
                     kinds.add((CONTROL, role, ""))
-                if self.placeholder and path.startswith("content") and holder is message and self.placeholder in value:
+                is_plain_content = path.startswith("content") and holder is message
+                if self.placeholder and is_plain_content and self.placeholder in value:
                     kinds.add((PLACED, "", ""))
-                if i >= num_prompt or "=" not in path:  # what is said of training a prompt does not matter
+                # A prompt is not trained, so numbers of its messages, such as `weight=0`, do not matter
+                if i >= num_prompt or "=" not in path:
                     kinds.add((path, role, place))
             if message.get("from") in ROLES:
                 kinds.add((RENAMED_ROLE, "", ""))
@@ -167,8 +192,9 @@ class KindReader:
 def messages_of_columns(row: Mapping[str, Any]) -> tuple[list[Message], str]:
     """Return all columns of a row as messages, for a row whose text is made by a function of the user.
 
-    The first message has the columns, and no role. Behind it are the messages of the column of messages, if the row has
-    one. The name of this column is the second value, "" without it.
+    Returns:
+        A message that has the other columns of the row and no role, and behind it the messages of its column of
+        messages. The second value is the name of this column; "" if the row has none.
     """
     name = next((name for name in MESSAGES if isinstance(row.get(name), list)), "")
     columns = {key: value for key, value in row.items() if key != name}
@@ -176,104 +202,120 @@ def messages_of_columns(row: Mapping[str, Any]) -> tuple[list[Message], str]:
 
 
 def leaves(messages: list[Message], arguments: Mapping[str, Any]) -> Iterator[Leaf]:
-    """Yield the values that a conversation gives, with what the chat template gets beside it."""
+    """Yield the values of messages, and of the further arguments of their chat template, such as `tools`."""
     for i, (role, place, message) in enumerate(_with_role_and_place(messages)):
-        for path, holder, key in _places_in_message(message):
+        for path, holder, key in _locations_in_message(message):
             yield Leaf(Kind(path, role, place), holder, key, i)
-    for path, holder, key in _places_in_arguments(arguments):
+    for path, holder, key in _locations_in_arguments(arguments):
         yield Leaf(Kind(path), holder, key)
 
 
 def _with_role_and_place(messages: list[Message]) -> list[tuple[str, str, Message]]:
-    """Return role, place and message of each message."""
-    roles = [str(m.get("role") or ROLES.get(m.get("from", ""), m.get("from")) or "") for m in messages]
-    last = max((i for i, role in enumerate(roles) if role == "user"), default=0)
-    places = ["first" if not i else "earlier" if i < last else "last" for i in range(len(roles))]
+    """Return each message with its role and its place, as in `Kind`."""
+    roles = [_role_of(message) for message in messages]
+    last_user = max((i for i, role in enumerate(roles) if role == "user"), default=0)
+    places = ["earlier" if i < last_user else "last" for i in range(len(roles))]
+    places[:1] = ["first"] if roles else []
     return list(zip(roles, places, messages, strict=True))
 
 
-def _places_in_message(message: Message) -> list[Place]:
-    """Return the places of the values of a message."""
-    places: list[Place] = []
+def _role_of(message: Message) -> str:
+    """Return the role of a message as chat templates name it; "" without a role."""
+    sender = message.get("from", "")
+    return str(message.get("role") or ROLES.get(sender, sender) or "")
+
+
+def _locations_in_message(message: Message) -> list[Location]:
+    """Return the locations of the values of a message."""
+    locations: list[Location] = []
     for key, value in message.items():
         if value is None or value == "" or key in REFERENCES:
             continue
         if isinstance(value, str):
-            _add_text(message, key, places)
+            _add_text(message, key, locations)
         elif isinstance(value, bool | int | float):
-            places.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
+            locations.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
         elif MEDIA.match(key):
-            places.append((f"{key} in message", message, key))
+            locations.append((f"{key} in message", message, key))
         elif key == "content" and isinstance(value, list):
-            _add_parts(value, places)
+            _add_parts(value, locations)
         elif isinstance(value, list | dict):
-            _add_nested(value, key, places)
-    return places
+            _add_nested(value, key, locations)
+    return locations
 
 
-def _places_in_arguments(arguments: Mapping[str, Any]) -> list[Place]:
-    """Return the places of the values in the arguments of a chat template."""
-    places: list[Place] = []
+def _locations_in_arguments(arguments: Mapping[str, Any]) -> list[Location]:
+    """Return the locations of the values in the arguments of a chat template."""
+    locations: list[Location] = []
     for name, value in arguments.items():
         if isinstance(value, list | dict):
-            _add_nested(value, name, places)
+            _add_nested(value, name, locations)
         elif value is not None:
-            places.append((f"chat_template_kwargs.{name}", arguments, name))
-    return places
+            locations.append((f"chat_template_kwargs.{name}", arguments, name))
+    return locations
 
 
-def _add_text(message: Message, key: str, places: list[Place]) -> None:
-    """Append the places of a text of a message to `places`."""
+def _add_text(message: Message, key: str, locations: list[Location]) -> None:
+    """Append the locations of a text of a message to `locations`."""
     text = message[key]
-    name = key
+    path = key
     if key == "content" or "from" in message:
-        name = "content beside tool_calls" if message.get("tool_calls") else "content"
+        path = "content beside tool_calls" if message.get("tool_calls") else "content"
         if "</think>" in text:
-            places.append((f"{name} before </think>", message, key))
-    elif "role" in message and name not in THOUGHTS and len(text) < LONGEST_LABEL and len(text.split()) == 1:
-        name = f"{LABEL}{name}"  # an id, a date, a language: no text to train
+            locations.append((f"{path} before </think>", message, key))
+    elif "role" in message and key not in THOUGHTS:
+        is_short_word = len(text) < LONGEST_LABEL and len(text.split()) == 1
+        if is_short_word:  # an id, a date, a language: no text to train
+            path = f"{LABEL}{key}"
     if not text.isspace():
-        places.append((name, message, key))
+        locations.append((path, message, key))
 
 
-def _add_parts(content: list[Any], places: list[Place]) -> None:
-    """Append the places of the texts and media in a content that is a list of parts to `places`."""
+def _add_parts(content: list[Any], locations: list[Location]) -> None:
+    """Append the locations of the texts and media in a content that is a list of parts to `locations`."""
     for i, content_part in enumerate(content):
         if not isinstance(content_part, dict):
-            places.append(("content in parts", content, i))
+            locations.append(("content in parts", content, i))
             continue
-        kind = str(content_part.get("type"))
+        part_type = str(content_part.get("type"))
         media = next((key for key in content_part if MEDIA.search(key) and content_part[key] is not None), None)
         if media is not None:
-            places.append((f"{media} in content", content_part, media))
-        elif not MEDIA.search(kind):  # without one, a placeholder stands for an image in a column
-            inner: list[Place] = []
-            _add_nested(content_part, "", inner)
-            path = "content in parts" if "text" in content_part else f"{kind} in content"
-            places.extend((path, holder, key) for _, holder, key in inner)
+            locations.append((f"{media} in content", content_part, media))
+        elif not MEDIA.search(part_type):  # a part of type "image" without an image stands for one in a column
+            part_locations: list[Location] = []
+            _add_nested(content_part, "", part_locations)
+            path = "content in parts" if "text" in content_part else f"{part_type} in content"
+            locations.extend((path, holder, key) for _, holder, key in part_locations)
 
 
-def _add_nested(value: list[Any] | dict[str, Any], path: str, places: list[Place]) -> None:
-    """Add the texts inside lists and dictionaries; `*` is the name of an argument or parameter.
+def _add_nested(value: list[Any] | dict[str, Any], path: str, locations: list[Location]) -> None:
+    """Append the locations of the texts inside lists and dictionaries to `locations`.
 
-    In tools and in arguments of calls, numbers, booleans and nulls are added, too. Elsewhere they are no text.
+    In tools and in arguments of calls, numbers, booleans and nulls are appended, too. Elsewhere they are no text.
+
+    Args:
+        value: A list or dictionary.
+        path: Its path in the row. In the paths of its elements, `[]` stands for the index in a list, and `*` for the
+            name of an argument or parameter, because each tool has its own.
+        locations: The list to append to.
     """
     is_list = isinstance(value, list)
-    stars = not is_list and path.endswith(("arguments", "properties"))
+    has_free_names = not is_list and path.endswith(("arguments", "properties"))
     for key, element in enumerate(value) if isinstance(value, list) else value.items():
+        # A dictionary under such a key is the schema of a parameter of this name
         if key in SCHEMA and (key == "required" or not isinstance(element, dict)):
             continue
-        inner = f"{path}[]" if is_list else f"{path}.*" if stars else f"{path}.{key}"
+        inner_path = f"{path}[]" if is_list else f"{path}.{'*' if has_free_names else key}"
         if isinstance(element, str):
             if element and not element.isspace():
-                places.append((inner, value, key))
+                locations.append((inner_path, value, key))
         elif isinstance(element, list | dict):
-            _add_nested(element, inner, places)
+            _add_nested(element, inner_path, locations)
         elif "arguments" in path or path.startswith("tools"):
             if element is None or isinstance(element, bool):
-                places.append((inner + CONSTANT, value, key))
+                locations.append((inner_path + CONSTANT, value, key))
             elif isinstance(element, int | float):
-                places.append((inner, value, key))
+                locations.append((inner_path, value, key))
 
 
 def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
@@ -284,7 +326,7 @@ def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
         yield from _kinds_of_tools(tools)
     elif tools:
         arguments["tools"] = tools
-    yield from {Kind(path) for path, _, _ in _places_in_arguments(arguments)}
+    yield from {Kind(path) for path, _, _ in _locations_in_arguments(arguments)}
 
 
 @lru_cache(1024)
@@ -297,7 +339,7 @@ def _kinds_of_tools(tools: str) -> tuple[Kind, ...]:
         schemas = json.loads(tools) if tools.strip() else []
     except ValueError:
         return ()
-    return tuple({Kind(path) for path, _, _ in _places_in_arguments({"tools": schemas})})
+    return tuple({Kind(path) for path, _, _ in _locations_in_arguments({"tools": schemas})})
 
 
 _compiled: Callable[[str], re.Pattern[str]] = lru_cache(re.compile)
@@ -338,18 +380,25 @@ class RowKinds:
 
 
 def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: int, num_proc: int | None) -> RowKinds:
-    """Read the kinds of all rows of a table, whose hashes `datasets` caches, or of the first `num` rows of a stream."""
+    """Read the kinds of all rows of a table, or of the first rows of a stream.
+
+    Args:
+        dataset: A table or a stream.
+        reader: Returns the kinds of a row. `datasets` caches the hashes of the kinds of a table.
+        num: Number of rows of a stream that are read.
+        num_proc: Number of processes that read a table.
+    """
     if isinstance(dataset, Dataset):
         table = dataset.with_format(None)
-        columns = table.select_columns([name for name, kind in table.features.items() if _is_read(name, kind)])
-        for name, kind in columns.features.items():
-            encoded = undecoded(kind)
-            if encoded != kind:
+        columns = table.select_columns([name for name, feature in table.features.items() if _is_read(name, feature)])
+        for name, feature in columns.features.items():
+            encoded = undecoded(feature)
+            if encoded != feature:
                 columns = columns.cast_column(name, encoded)
         hashes = np.zeros(len(table), np.int64)
         rows = table
         if columns.column_names:
-            read = columns.map(
+            hashed = columns.map(
                 HashedMapFunction(reader),
                 batched=True,
                 batch_size=READ_AT_ONCE,
@@ -357,23 +406,27 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
                 num_proc=num_proc if len(table) > READ_AT_ONCE * (num_proc or 1) else None,
                 desc="Reading what the rows give",
             )
-            hashes = read_integer_column(read, "kinds")
+            hashes = read_integer_column(hashed, "kinds")
     else:
-        rows = columns = list(islice(dataset.decode(False) if dataset.features else dataset, num))
+        stream = dataset.decode(False) if dataset.features else dataset
+        rows = columns = list(islice(stream, num))
         hashes = np.array([_hash(reader.kinds(row)) for row in rows], np.int64)
+    # Rows with equal hashes have the same shape. Sort the shapes, the most frequent first
     _, first, shape_of, counts = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    shapes = [reader.kinds(columns[row]) for row in first[order].tolist()]
-    return RowKinds(rows, shapes, first[order].tolist(), np.argsort(order)[shape_of])
+    first_rows = first[order].tolist()
+    shapes = [reader.kinds(columns[row]) for row in first_rows]
+    sorted_index = np.argsort(order)  # for each shape its index behind the sort
+    return RowKinds(rows, shapes, first_rows, sorted_index[shape_of])
 
 
-def _is_read(name: str, kind: Any) -> bool:
-    """Return whether a column may have texts or settings."""
-    if isinstance(kind, List | LargeList) and isinstance(kind.feature, Value):
-        kind = kind.feature  # a list of numbers, such as an embedding, has no text
-    if isinstance(kind, Value):
-        return str(kind.dtype) in TEXTS
-    return name not in IMAGES and not isinstance(kind, Image | Audio | Video)
+def _is_read(name: str, feature: Any) -> bool:
+    """Return whether a column with this feature may have texts or settings."""
+    if isinstance(feature, List | LargeList) and isinstance(feature.feature, Value):
+        feature = feature.feature  # a list of numbers, such as an embedding, has no text
+    if isinstance(feature, Value):
+        return str(feature.dtype) in TEXTS
+    return name not in IMAGES and not isinstance(feature, Image | Audio | Video)
 
 
 def undecoded(feature: Any) -> Any:
