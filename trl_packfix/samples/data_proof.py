@@ -8,8 +8,8 @@ replacing it with a rare number. A boolean or a null cannot be marked: it is rep
 row must change. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a dataset or warns.
 
 A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares texts
-with values that it knows. Then one text is marked at a time, and texts that change the rendered row even then are
-counted as not tried.
+with values that it knows. Then one text is marked at a time. A text that changes the rendered row even then is counted
+as not tried.
 
 Words: the *kind* of a text is its path in the row (such as `tool_calls[].function.name`), the role of its message, and
 the place of this message in the conversation. Some kinds are facts about a row, for example that a column is not read.
@@ -57,7 +57,7 @@ from .texts import struct_columns, without_nulls
 from .turns import TurnSettings, template_of
 
 # Limits, so that the proof takes seconds for any dataset
-NUM_OF_STREAM = 100  # rows that are read at the beginning of a stream
+NUM_READ_OF_STREAM = 100  # rows that are read at the beginning of a stream
 NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
 MAX_NAMED = 10  # rows that a finding names
 MOST_SHAPES = 200  # shapes of which one row is tried
@@ -65,8 +65,8 @@ MOST_MARKS = 20_000  # marks in all rows together
 MAX_TRIED_PER_ROW = 50  # texts of a row that are marked one by one, and its constants that are replaced one by one
 # Texts of a kind that are rendered while their turn is the last, and constants of a kind that are replaced
 MAX_TRIED_PER_KIND = 8
-ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
-SANITISED = '{"sanitize_control_tokens": True}'
+KNOWN_ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
+SANITISED = '{"sanitize_control_tokens": True}'  # arguments with which transformers removes control tokens from texts
 UNKNOWN = "zqrolex"  # a role that no template knows
 # Names of columns that other libraries render
 RENDERED_COLUMNS = re.compile("prompt|system|instruction|input$|document|context|function|tools|history|video|audio")
@@ -108,12 +108,13 @@ def prove_data(
         num_proc: Number of processes that read the rows of a table.
     """
     reader = _reader(dataset, rendering)
-    row_kinds = read_kinds(dataset, reader, num=NUM_OF_STREAM, num_proc=num_proc)
+    row_kinds = read_kinds(dataset, reader, num=NUM_READ_OF_STREAM, num_proc=num_proc)
     proof = _Proof(row_kinds, rendering, reader)
-    covered: Counter[Kind] = Counter()
+    covered: Counter[Kind] = Counter()  # for each kind the number of rendered rows that have it
     # The most frequent shapes come first.
-    for shape, number in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first_rows, strict=False):
-        if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(number):
+    for shape, row_index in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first_rows, strict=False):
+        is_needed = proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape)
+        if is_needed and proof.render(row_index):
             covered.update(shape)
     texts = {kind for kind in row_kinds.kinds if kind.is_text}
     return DataReport(
@@ -153,37 +154,40 @@ class _Proof:
     def __init__(self, row_kinds: RowKinds, rendering: Rendering, reader: KindReader):
         self.row_kinds = row_kinds
         self.rendering = rendering
-        self.structs = reader.structs
+        self.structs = reader.structs  # features of columns whose dictionaries have keys that Arrow added
         self.bos = reader.bos
         self.num_rendered = 0
         self.num_with_bos = 0  # rows that `formatting_func` begins with BOS
         self.num_marks = 0
+        # For each kind how many of its texts were "kept", "repeated", "left out", or "left out later" (missing only
+        # because later turns follow). A kind that was not tried has no entry
         self.states: dict[Kind, Counter[str]] = defaultdict(Counter)
         self.examples: dict[Kind, str] = {}  # for each kind, a text that is missing or a constant that was replaced
         self.unknown_roles: set[str] = set()
         self.python_paths: set[str] = set()  # paths of lists and dictionaries that Python printed into the text
         self.escaped_paths: set[str] = set()  # paths of arguments given as text of JSON, which is escaped again
-        self.unread_arguments: set[str] = set()
+        self.unread_arguments: set[str] = set()  # names in `chat_template_kwargs` that the template does not read
         self.null_columns: set[str] = set()  # columns where nulls that Arrow added would be rendered
         self.copied_columns: set[str] = set()  # columns whose texts are in the messages too
 
-    def render(self, number: int) -> bool:
+    def render(self, row_index: int) -> bool:
         """Render a row without and with marks, and return whether it could be rendered.
 
         A row that cannot be rendered is bad, and is refused or dropped when samples are made.
         """
         try:
-            raw_row = self.row_kinds.rows[number]
+            raw_row = self.row_kinds.rows[row_index]
             row = without_nulls(raw_row, self.structs)
             conversation = self.rendering.conversation(row)
             text = self.rendering.text(conversation)
             num_marks = sum(leaf.kind.is_text for leaf in leaves(conversation.messages, conversation.arguments))
+            # One row is rendered, however many texts it has
             if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
                 return False
             self.num_marks += num_marks
-            if not self._mark_and_count(conversation, text, None):
+            if not self._mark_and_count(conversation, text):
                 for i in range(min(num_marks, MAX_TRIED_PER_ROW)):
-                    self._mark_and_count(conversation, text, i)
+                    self._mark_and_count(conversation, text, only=i)
             self._replace_constants_and_count(conversation, text)
             self._note_roles_and_arguments(conversation, text)
             self._note_copied_and_null_columns(raw_row, row, conversation, text=text)
@@ -210,8 +214,13 @@ class _Proof:
             if self.rendering.text_or_none(with_nulls) != text:
                 self.null_columns.add(name)
 
-    def _mark_and_count(self, conversation: Conversation, text: str, only: int | None) -> bool:
-        """Mark all texts, or text number `only`, and count what becomes of the marks.
+    def _mark_and_count(self, conversation: Conversation, text: str, only: int | None = None) -> bool:
+        """Mark the texts of a conversation, and count what becomes of the marks.
+
+        Args:
+            conversation: The conversation without marks.
+            text: The rendered conversation without marks.
+            only: Index of the one text to mark; None marks all.
 
         Returns:
             False if nothing could be counted, because the marks change more of the rendered row than themselves.
@@ -224,12 +233,12 @@ class _Proof:
         texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
         for mark, (leaf, value) in marks.items():
             state = "kept"
-            # With `per_turn` the text is that of all samples, and each sample repeats the turns before its last one.
+            # With `per_turn` the samples of all turns are rendered, and each sample repeats the turns before its own.
             if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
                 state = "repeated"
             # A message may have the same thought as `reasoning` and as `reasoning_content`, and one of them is enough.
             if not counts[mark] and (leaf.message, value) not in texts_found:
-                state = self._how_it_is_left_out(marked, mark, leaf)
+                state = self._state_of_missing_text(marked, mark, leaf)
             self.states[leaf.kind][state] += 1
             if state.startswith("left out"):
                 self.examples.setdefault(leaf.kind, shorten(str(value), NUM_SHOWN, placeholder=" ..."))
@@ -250,17 +259,17 @@ class _Proof:
                 self.states[leaf.kind]["left out" if rendered == text else "kept"] += 1
                 self.examples.setdefault(leaf.kind, json.dumps(value))
 
-    def _how_it_is_left_out(self, marked: Conversation, mark: str, leaf: Leaf) -> str:
+    def _state_of_missing_text(self, marked: Conversation, mark: str, leaf: Leaf) -> str:
         """Return "left out", or "left out later" if a text is missing only because later turns follow.
 
         Templates may render a thought of the assistant while its turn is the last, and omit it from the history.
         """
-        known = self.states[leaf.kind]
+        states = self.states[leaf.kind]
         if leaf.kind.role != "assistant" or self.rendering.per_turn:
             return "left out"
         # A conversation may have thousands of turns, so only the first texts of a kind are rendered in their own turn.
-        if known["left out"] + known["left out later"] >= MAX_TRIED_PER_KIND:
-            return "left out" if known["left out"] else "left out later"
+        if states["left out"] + states["left out later"] >= MAX_TRIED_PER_KIND:
+            return "left out" if states["left out"] else "left out later"
         own_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
         return "left out later" if mark in (self.rendering.text_or_none(own_turn) or "").lower() else "left out"
 
@@ -272,7 +281,7 @@ class _Proof:
             self.num_with_bos += bool(self.bos) and text.startswith(self.bos)
             self._note_badly_written_values(list(messages[0].items()), text)
             return
-        for role in {message["role"] for message in messages} - {*ROLES}:
+        for role in {message["role"] for message in messages} - {*KNOWN_ROLES}:
             renamed = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
             renamed_text = self.rendering.text_or_none(replace(conversation, messages=renamed))
             if renamed_text is not None and renamed_text != text and renamed_text.replace(UNKNOWN, role) == text:
@@ -283,23 +292,30 @@ class _Proof:
             values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
         self._note_badly_written_values(values, text)
-        source = str(template_of(self.rendering.tokenizer, arguments))
-        known = inspect.signature(type(self.rendering.tokenizer).apply_chat_template).parameters
+        # An argument is read if it is a parameter of the method that renders, or if its name is in the template
+        template = str(template_of(self.rendering.tokenizer, arguments))
+        parameters = inspect.signature(type(self.rendering.tokenizer).apply_chat_template).parameters
         self.unread_arguments |= {
-            name for name in arguments if name not in known and not re.search(rf"\b{name}\b", source)
+            name for name in arguments if name not in parameters and not re.search(rf"\b{name}\b", template)
         }
 
     def _note_badly_written_values(self, values: list[tuple[str, Any]], text: str) -> None:
-        """Note the paths of values that Python printed into the text, and of JSON that is written as a text of JSON."""
+        """Note the paths of values that Python printed into the text, and of JSON that is written as a text of JSON.
+
+        Args:
+            values: Pairs of path and value. Only the first and the last of many are looked for.
+            text: The rendered row.
+        """
         for path, value in values[:MAX_TRIED_PER_ROW] + values[-MAX_TRIED_PER_ROW:]:
             if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
                 self.python_paths.add(path)
             if path == "tool_calls" and isinstance(value, str) and '"' in value and json.dumps(value)[1:-1] in text:
                 self.escaped_paths.add(path)
 
-    # What is found
+    # Findings
 
     def _kinds(self, path: str, role: str | None = None) -> set[Kind]:
+        """Return the kinds of the dataset with a path and a role; with any role if it is None."""
         return {kind for kind in self.row_kinds.kinds if kind.path == path and role in (None, kind.role)}
 
     def _finding(
@@ -423,15 +439,19 @@ class _Proof:
         remedy = f"Set {rendering_template}, or write it into `content`."
         if not states["left out"]:
             remedy = "Set `per_turn=True`, which trains each turn as it is rendered when it is the last."
-        elif role not in (*ROLES, ""):
+        elif role not in (*KNOWN_ROLES, ""):
             remedy = f"Rename the role to one that the template knows, or set {rendering_template}."
         return cause_of_loss | {"remedy": remedy}
 
     def _loses_whole_role(self, path: str, role: str) -> bool:
-        """Return whether all texts of the user or of the assistant are missing, apart from thoughts."""
+        """Return whether `path` is the content of the user or of the assistant, and all texts of the role are missing.
+
+        Thoughts do not count, because many templates omit them.
+        """
         texts = [states for kind, states in self.states.items() if kind.role == role and "think" not in kind.path]
         is_lost = not any(states["kept"] or states["repeated"] or states["left out later"] for states in texts)
-        return role in ("user", "assistant") and path.startswith("content") and "think" not in path and is_lost
+        is_content = path.startswith("content") and "think" not in path
+        return role in ("user", "assistant") and is_content and is_lost
 
     def _media_findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield findings of images, videos and sounds in messages that are not read."""
@@ -446,23 +466,23 @@ class _Proof:
                     '`{"type": "image"}` in `content` where each belongs; or remove it from the messages.',
                     severity="error",
                 )
-        is_token = getattr(self.rendering.tokenizer, "image_token", None) == PLACEHOLDER
+        is_image_token = getattr(self.rendering.tokenizer, "image_token", None) == PLACEHOLDER
         outcome = f"`{PLACEHOLDER}` would be trained as a text"
         yield from self._finding(
             f"have images, and messages whose `content` is a text with `{PLACEHOLDER}`, as LLaVA writes it",
             self._kinds(PLACED),
             cause="TRL puts a placeholder for each image before the text of the first user message, so "
-            + ("the processor would look for more images than there are." if is_token else f"{outcome}."),
+            + ("the processor would look for more images than there are." if is_image_token else f"{outcome}."),
             remedy=f"Remove `{PLACEHOLDER}` from the texts, or write `content` as a list of parts with "
             '`{"type": "image"}` where the image belongs.',
-            severity="error" if is_token else "warning",
+            severity="error" if is_image_token else "warning",
         )
 
     def _train_key_findings(self) -> Iterator[Finding]:
         """Yield findings of keys that exclude messages from training, but are not read.
 
         There are three cases: `assistant_only_loss=False`, where no key is read; a key other than `message_train_key`,
-        which says 0; and a key that is neither 0 nor 1.
+        which says 0; and a key that is neither 0 nor 1. The paths of these kinds are "KEY=0" and "KEY=number".
         """
         train_key = self.rendering.train_key
         is_read = self.rendering.trains_assistant
@@ -498,6 +518,7 @@ class _Proof:
 
     def _unread_findings(self) -> Iterator[Finding]:
         """Yield findings of columns, labels of messages and template arguments that are not read."""
+        # The path of a list or dictionary begins with the name of the argument, and other paths have a prefix
         for name in sorted(self.unread_arguments):
             yield from self._finding(
                 f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",
