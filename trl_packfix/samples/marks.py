@@ -1,7 +1,9 @@
-"""Put marks into the texts of a row, and find out what a rendered row has of them.
+"""Put marks into the texts of a row, and find the texts whose marks are missing from the rendered row.
 
 `data_proof.py` counts by marks which texts a dataset loses, and `trl-packfix show` shows by them where a row would have
-a lost text. A mark is a short word that no text has, inserted into a text, or a rare number in place of a number.
+a lost text. A mark is a short word that no text has, inserted into a text, or a rare number in place of a number. A
+`Leaf` (`text_kinds.py`) is one text or number of a row, with the list or dictionary that holds it, and its kind: its
+path and the role of its message.
 """
 
 import re
@@ -24,27 +26,36 @@ Marks: TypeAlias = dict[str, tuple[Leaf, object]]  # for each mark its leaf, and
 
 
 def with_marks(conversation: Conversation, only: int | None = None) -> tuple[Conversation, Marks]:
-    """Return a copy of a conversation in which all texts are marked, or only text number `only`, and the marks."""
+    """Return a copy of a conversation with marks in its texts, and the marks.
+
+    Args:
+        conversation: The conversation, which is not changed.
+        only: Index of the one text to mark; None marks all.
+    """
     marked = copy_texts(conversation)
     marks: Marks = {}
     texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if leaf.kind.is_text]
     for i, leaf in enumerate(texts):
         value = leaf.holder[leaf.key]
+        # Constants cannot be marked. A thought inside a content is marked below, with the content
         if leaf.kind.path.endswith(("</think>", CONSTANT)) or only not in (None, i):
-            continue  # a thought inside a content is marked with it
+            continue
         if isinstance(value, int | float):
             mark = str(97_000_000_000 + len(marks)) + (".5" if isinstance(value, float) else "")
             leaf.holder[leaf.key] = type(value)(mark)
             marks[mark] = leaf, value
             continue
-        pieces = THOUGHT.split(value)
+        pieces = THOUGHT.split(value)  # texts at even indices, `<think>` and `</think>` at odd ones
         for k in range(0, len(pieces), 2):
-            if pieces[k].strip():
-                is_thought = pieces[k + 1 : k + 2] == ["</think>"] and leaf.kind.path.startswith("content")
-                kind = leaf.kind._replace(path=f"{leaf.kind.path} before </think>") if is_thought else leaf.kind
-                mark = f"zq{len(marks)}x"
-                marks[mark] = leaf._replace(kind=kind), value if len(pieces) == 1 else pieces[k]
-                pieces[k] = _insert(mark, pieces[k])
+            if not pieces[k].strip():
+                continue
+            ends_in_tag = pieces[k + 1 : k + 2] == ["</think>"]
+            kind = leaf.kind
+            if ends_in_tag and kind.path.startswith("content"):
+                kind = kind._replace(path=f"{kind.path} before </think>")
+            mark = f"zq{len(marks)}x"
+            marks[mark] = leaf._replace(kind=kind), value if len(pieces) == 1 else pieces[k]
+            pieces[k] = _insert(mark, pieces[k])
         leaf.holder[leaf.key] = "".join(pieces)
     return marked, marks
 
@@ -103,22 +114,28 @@ def find_omissions(
 
 
 def _omissions(marks: Marks, positions: dict[str, int], text: str) -> Iterator[tuple[int, str]]:
-    """Yield a place and a description of each text whose mark has no position.
+    """Yield a position in `text`, and a description, of each text whose mark has no position.
 
-    The place is before the next text of the same message that is rendered. If there is none, it is behind the text that
-    is rendered before; 0 if no text is.
+    The position is where the first text of the same message that is rendered begins. If no text of the message is
+    rendered, it is behind the rendered text before it, or 0.
+
+    Args:
+        marks: The marks of all texts, in the order of the conversation.
+        positions: By mark, where it is in `text`; marks of missing texts have no entry.
+        text: The rendered row without marks.
     """
     texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if mark in positions}
-    next_in_message = {leaf.message: positions[mark] for mark, (leaf, _) in marks.items() if mark in positions}
-    for mark in reversed(marks):  # in the end the first rendered text of each message
+    first_in_message: dict[int, int] = {}
+    for mark in reversed(marks):  # so that the first text of a message replaces the later ones
         if mark in positions:
-            next_in_message[marks[mark][0].message] = positions[mark]
-    end = 0
+            first_in_message[marks[mark][0].message] = positions[mark]
+    end = 0  # where the last rendered text so far ends
     for mark, (leaf, value) in marks.items():
         if mark in positions:
-            start = text.find(str(value).strip(), max(0, positions[mark] - len(str(value))))
-            end = positions[mark] if start < 0 else start + len(str(value).strip())
+            stripped = str(value).strip()
+            start = text.find(stripped, max(0, positions[mark] - len(str(value))))
+            end = positions[mark] if start < 0 else start + len(stripped)
         elif (leaf.message, value) not in texts_found:  # a thought may have several names
             role = f" of {leaf.kind.role}" if leaf.kind.role else ""
             example = shorten(str(value), NUM_SHOWN, placeholder=" ...")
-            yield next_in_message.get(leaf.message, end), f"`{leaf.kind.path}`{role}: {example}"
+            yield first_in_message.get(leaf.message, end), f"`{leaf.kind.path}`{role}: {example}"
