@@ -1,11 +1,11 @@
-"""What the package can do with rows that have images, as its wings see them.
+"""Define what the rest of the package asks of its support for rows with images.
 
-A row has images if it has a column named in `IMAGES` (`checks.py`), as TRL names them. `features/images` measures,
-packs and proves such rows. It is met through an `ImageSupport` before there is a run; a run then has objects of the
-feature (`training/reading.py`).
+A row has images if it has a column named in `IMAGES` (`checks.py`), as TRL names them. The folder `features/images`
+measures and packs such rows. Its subclass of `ImageSupport` overrides all methods. Other modules call the methods on
+the object that `image_support()` returns, and never import the folder.
 
-Without the folder of the feature, `ImageSupport` itself refuses what would need it. TRL trains unpacked rows with
-images by itself.
+Without the folder, this object is an `ImageSupport`. It refuses to pack rows with images, to measure them and to train
+their assistant turns only. All else needs no support, because TRL itself trains unpacked rows with images.
 """
 
 from collections.abc import Callable
@@ -20,27 +20,48 @@ T = TypeVar("T")
 
 
 class ImageSupport:
-    """Support for rows with images. This class refuses them; `features/images` has a subclass."""
+    """Support for rows with images if the folder `features/images`, which has a subclass, is missing."""
 
     def with_named_images(self, dataset: T, name: str) -> T:
-        """Return a dataset with the images that its messages name in a column `images`; other objects as they are."""
+        """Return a dataset with a column `images`, if its messages have paths of image files.
+
+        Any other object is returned as it is.
+        """
         return dataset
 
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
-        """Refuse rows with images whose texts TRL's collator cannot read."""
+        """Refuse rows with images whose texts TRL's collator cannot read. Without the folder, nothing is checked."""
 
     def reading_class(self, dataset: object) -> Any:
-        """Return the subclass of `TextReading` that reads a dataset with images; None for a dataset without images."""
+        """Return the class that makes documents of a dataset with images for packing; None for one without images.
+
+        It is a subclass of `TextReading` (`training/reading.py`).
+
+        Raises:
+            ValueError: If the dataset has images, and the folder is missing.
+        """
         if has_images(dataset):
             _refuse(dataset, "packs its rows. Set `packing=False`")
         return None
 
     def read_table(self, dataset: Any, processor: Any, args: Any) -> Any:
-        """Return the `RowReader` of a table of rows with images, which are measured as the trainer does."""
+        """Measure the rows of a table with images as the trainer does, and return their `RowReader` (`data/reader.py`).
+
+        Raises:
+            ValueError: If the folder is missing.
+        """
         _refuse(dataset, "measures its rows. Remove the column if the text alone is to be trained")
 
     def masking_collator(self, collate: Callable[..., Any], rule: Any) -> Callable[..., Any]:
-        """Return TRL's collator of rows with images, or one that trains the assistant turns that a rule selects."""
+        """Return a collator of rows with images that trains only the assistant turns that a rule selects.
+
+        Args:
+            collate: TRL's collator.
+            rule: A `TurnRule` (`turns.py`).
+
+        Raises:
+            ValueError: If the folder is missing.
+        """
         raise ValueError(
             "`assistant_only_loss=True` was given with images, and this installation of trl_packfix is without its "
             "folder `features/images`, which finds the turns of the assistant behind images. Set "
