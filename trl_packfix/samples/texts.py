@@ -16,9 +16,9 @@ from datasets import Dataset, Features, LargeList, List
 
 PAIR = ("prompt", "completion")
 MESSAGES = {"conversations": "from", "messages": "role"}  # columns of messages, and the key of a message's role
-# TRL reads any of these as a conversation, also if another column holds the text
+# Columns in which TRL looks for a conversation. It would also read one of them that is not tokenised here
 TEXTS = (*PAIR, *MESSAGES, "chosen", "rejected")
-Columns = tuple[str, ...]
+Columns = tuple[str, ...]  # names of columns that are tokenised together
 
 
 class NoTextError(ValueError):
@@ -26,10 +26,11 @@ class NoTextError(ValueError):
 
 
 def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
-    """Return the columns of a row that are tokenised: the first in TRL's order that are not None; () without any.
+    """Return the columns of a row that are tokenised: the first in TRL's order that are not None; () if there are none.
 
-    A prompt without a completion is not tokenised. The column `text_field` of the row is not tokenised then either,
-    because its text may or may not repeat the prompt.
+    The order is prompt with completion, `conversations`, `messages`, and the column `text_field` of plain text. A prompt
+    without a completion is not tokenised. The column `text_field` of the row is not tokenised then either, because its
+    text may or may not repeat the prompt.
 
     >>> text_columns({"prompt": "What?", "messages": [{"role": "user", "content": "What?"}]}, "text")
     ('messages',)
@@ -78,7 +79,8 @@ def struct_columns(features: Features | None) -> dict[str, Any]:
     Arrow stores all dictionaries of a column with the same keys. A key that a dictionary did not have gets the value
     None, and `without_nulls` removes these keys.
     """
-    # Dictionaries of messages may have None; only dictionaries inside them (a depth of 2) are corrected
+    # For each column how deep dictionaries must be nested. A message is itself a dictionary, and may have None, so only
+    # columns with dictionaries inside messages are returned
     min_depth = dict.fromkeys((*PAIR, *MESSAGES), 2) | dict.fromkeys(("tools", "chat_template_kwargs"), 1)
     columns = {name: features[name] for name in min_depth if name in features} if features else {}
     return {name: feature for name, feature in columns.items() if _num_dicts(feature) >= min_depth[name]}
@@ -88,12 +90,12 @@ def _num_dicts(feature: Any) -> int:
     """Return the depth of nested dictionaries in a feature; lists do not count."""
     if isinstance(feature, dict):
         return 1 + max(map(_num_dicts, feature.values()), default=0)
-    inner = _items_of(feature)
-    return 0 if inner is None else _num_dicts(inner)
+    element_feature = _element_of(feature)
+    return 0 if element_feature is None else _num_dicts(element_feature)
 
 
-def _items_of(feature: Any) -> Any:
-    """Return the feature of the items of a list; None if the feature is not a list."""
+def _element_of(feature: Any) -> Any:
+    """Return the feature of the elements of a list; None if the feature is not a list."""
     if isinstance(feature, List | LargeList):
         return feature.feature
     return feature[0] if isinstance(feature, list) and feature else None
@@ -120,8 +122,9 @@ def given_value(name: str, value: Any, feature: Any) -> Any:
         return _without_nulls(value, feature)
     if not isinstance(value, list):
         return value
-    features = _items_of(feature)
+    features = _element_of(feature)
     return [
+        # A message may be None
         message and {key: _without_nulls(element, features.get(key)) for key, element in message.items()}
         for message in value
     ]
@@ -132,9 +135,9 @@ def _without_nulls(value: Any, feature: Any) -> Any:
     if isinstance(feature, dict) and isinstance(value, dict):
         items = {key: element for key, element in value.items() if element is not None}
         return {key: _without_nulls(element, feature.get(key)) for key, element in items.items()}
-    inner = _items_of(feature)
-    if inner is not None and isinstance(value, list):
-        return [_without_nulls(element, inner) for element in value]
+    element_feature = _element_of(feature)
+    if element_feature is not None and isinstance(value, list):
+        return [_without_nulls(element, element_feature) for element in value]
     return value
 
 
@@ -144,34 +147,35 @@ def forms_of_table(dataset: Dataset, text_field: str) -> Iterator[tuple[Columns,
     Yields:
         The columns, and for each row whether they are chosen in it, shape (rows,). A row has at most one choice.
     """
-    unassigned = np.ones(len(dataset), bool)
-    kinds = {field.name: field.type for field in dataset.features.arrow_schema}
-    forms: list[Columns] = [PAIR] if {*PAIR} <= {*kinds} else []
-    forms += [(column,) for column, key in MESSAGES.items() if column in kinds and _holds_messages(kinds[column], key)]
-    forms += [(text_field,)] if text_field in kinds and text_field != "prompt" else []
+    is_unassigned = np.ones(len(dataset), bool)
+    types = {field.name: field.type for field in dataset.features.arrow_schema}
+    # The possible choices, in the order of `text_columns`
+    forms: list[Columns] = [PAIR] if {*PAIR} <= {*types} else []
+    forms += [(column,) for column, key in MESSAGES.items() if column in types and _holds_messages(types[column], key)]
+    forms += [(text_field,)] if text_field in types and text_field != "prompt" else []
     for columns in forms:
-        has = unassigned & ~np.any([missing(dataset, column) for column in columns], axis=0)
-        if columns == (text_field,) and "prompt" in kinds:
-            has &= missing(dataset, "prompt")
-        yield columns, has
-        unassigned &= ~has
+        is_chosen = is_unassigned & ~np.any([missing(dataset, column) for column in columns], axis=0)
+        if columns == (text_field,) and "prompt" in types:
+            is_chosen &= missing(dataset, "prompt")
+        yield columns, is_chosen
+        is_unassigned &= ~is_chosen
 
 
-def _holds_messages(kind: pa.DataType, key: str) -> bool:
-    """Return whether a type of Arrow may hold lists of messages with this key."""
-    if isinstance(kind, pa.JsonType):
+def _holds_messages(column_type: pa.DataType, key: str) -> bool:
+    """Return whether a column of a type of Arrow may hold lists of messages with this key."""
+    if isinstance(column_type, pa.JsonType):
         return True
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    if not (pa.types.is_list(column_type) or pa.types.is_large_list(column_type)):
         return False
-    messages = kind.value_type
+    messages = column_type.value_type
     has_key = pa.types.is_struct(messages) and messages.get_field_index(key) >= 0
     return has_key or isinstance(messages, pa.JsonType) or pa.types.is_null(messages)
 
 
 def is_list(dataset: Dataset, column: str) -> bool:
     """Return whether a column of a table holds lists, which are messages if the column is tokenised."""
-    kind = dataset.features.arrow_schema.field(column).type
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or isinstance(kind, pa.JsonType)
+    column_type = dataset.features.arrow_schema.field(column).type
+    return pa.types.is_list(column_type) or pa.types.is_large_list(column_type) or isinstance(column_type, pa.JsonType)
 
 
 def missing(dataset: Dataset, column: str) -> npt.NDArray[np.bool_]:
