@@ -30,6 +30,7 @@ from ..layout import IGNORE_INDEX
 from .row import UnknownTurnError
 from .texts import is_conversation, with_one_text
 
+# The columns of a row that are read
 COLUMNS = (
     "messages",
     "conversations",
@@ -37,9 +38,9 @@ COLUMNS = (
     "completion",
     "tools",
     "chat_template_kwargs",
-)  # the columns that are read
+)
 NUM_SHOWN = 60  # an error message shows this many characters of a rendered turn
-MARK = "endofthehistory8f1c"  # marks where the history ends; plain letters, which no template changes
+HISTORY_END = "endofthehistory8f1c"  # marks where the history ends; plain letters, which no template changes
 ROLES = {"human": "user", "gpt": "assistant"}  # roles in `conversations`, and their names in chat templates
 Message: TypeAlias = dict[str, Any]
 Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -50,7 +51,7 @@ class Conversation:
     """The messages of a row, and the further arguments of its chat template."""
 
     messages: list[Message]  # with `role` and `content`, in the form that TRL gives to the template
-    first: int  # number of messages in the row's prompt; assistant turns before this index are not trained
+    num_prompt: int  # number of messages in the row's prompt; assistant turns among them are not trained
     arguments: dict[str, Any]  # `tools`, and the row's `chat_template_kwargs`
 
     @classmethod
@@ -82,7 +83,7 @@ class Conversation:
     @property
     def turns(self) -> list[int]:
         """Indices of the messages that the assistant wrote, without messages of the row's prompt."""
-        return [i for i in range(self.first, len(self.messages)) if self.messages[i]["role"] == "assistant"]
+        return [i for i in range(self.num_prompt, len(self.messages)) if self.messages[i]["role"] == "assistant"]
 
     def text(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = False) -> str:
         """Render messages as text with the chat template and the arguments of this conversation."""
@@ -115,7 +116,7 @@ class Conversation:
         if turn < 0:
             tokens = self.tokens(self.messages, tokenizer)
             return tokens, [IGNORE_INDEX] * len(tokens)
-        prompt, tokens = self._of_turn(turn, tokenizer, as_tokens=True)
+        prompt, tokens = self._render_turn(turn, tokenizer, as_tokens=True)
         return tokens, [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]
 
     def row_of_turn(self, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class Conversation:
                 f"`messages[{turn}]` is an assistant turn with an image, and a model that is trained on tokens writes "
                 "none"
             )
-        prompt, text = self._of_turn(turn, processor, as_tokens=False)
+        prompt, text = self._render_turn(turn, processor, as_tokens=False)
         if text == prompt:
             raise ValueError(f"the template renders nothing of `messages[{turn}]`")
         return {"prompt": prompt, "completion": text[len(prompt) :], "images": _images(self.messages[:turn])}
@@ -148,8 +149,12 @@ class Conversation:
         # A batch of one conversation, because an empty list of messages is an error outside a batch
         return tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
 
-    def _of_turn(self, turn: int, tokenizer: Tokenizer, *, as_tokens: bool) -> Any:
-        """Return the prompt that generation sees, and prompt and turn together; both as token ids or both as text."""
+    def _render_turn(self, turn: int, tokenizer: Tokenizer, *, as_tokens: bool) -> Any:
+        """Return the prompt that generation sees, and prompt and turn together; both as token ids or both as text.
+
+        Raises:
+            ValueError: If the rendered turn does not begin where the prompt ends.
+        """
         render: Any = self.tokens if as_tokens else self.text
         plain = plain_tokenizer(tokenizer)
         prompt = render(self.messages[:turn], tokenizer, add_generation_prompt=True)
@@ -160,9 +165,12 @@ class Conversation:
             if text:
                 prompt_and_turn = plain(text, add_special_tokens=False)["input_ids"] if as_tokens else text
         if prompt_and_turn[: len(prompt)] != prompt:
-            same = num_same(prompt, prompt_and_turn)
-            ends = [prompt[same:], prompt_and_turn[same:]]
-            prompt_end, continuation = map(plain.decode, ends) if as_tokens else ends
+            num_equal = num_same(prompt, prompt_and_turn)
+            prompt_end = prompt[num_equal:]
+            continuation = prompt_and_turn[num_equal:]
+            if as_tokens:
+                prompt_end = plain.decode(prompt_end)
+                continuation = plain.decode(continuation)
             raise ValueError(
                 f"the template ends the prompt of `messages[{turn}]` with {prompt_end[:NUM_SHOWN]!r}, and with this "
                 f"turn it continues with {continuation[:NUM_SHOWN]!r} there"
@@ -182,16 +190,16 @@ class Conversation:
         answer = self.messages[turn]
         content = history[-1].get("content") if history else None
         if isinstance(content, str):
-            content = content + MARK
+            content = content + HISTORY_END
         elif content and content[-1]["type"] == "text":
-            content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + MARK}]
+            content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + HISTORY_END}]
         else:
             return None
         marked = [*history[:-1], history[-1] | {"content": content}]
         prompt = self.text(history, tokenizer, add_generation_prompt=True)
         prompt_and_turn = self.text([*history, answer], tokenizer)
-        prompt_end = self.text(marked, tokenizer, add_generation_prompt=True).rpartition(MARK)[2]
-        conversation_end = self.text([*marked, answer], tokenizer).rpartition(MARK)[2]
+        prompt_end = self.text(marked, tokenizer, add_generation_prompt=True).rpartition(HISTORY_END)[2]
+        conversation_end = self.text([*marked, answer], tokenizer).rpartition(HISTORY_END)[2]
         # The mark must not have changed what follows it
         is_unchanged = prompt.endswith(prompt_end) and prompt_and_turn.endswith(conversation_end)
         if not is_unchanged or not conversation_end.startswith(prompt_end):

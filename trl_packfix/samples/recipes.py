@@ -7,9 +7,9 @@ stream:
     MaskedTurns  makes one sample of a conversation, and trains its assistant turns only (`assistant_only_loss`)
     EachTurn     makes one sample per assistant turn, rendered as if this turn were the last (`per_turn`)
 
-A sample becomes one document of a pack. A token is trained if its label is
-not -100. A row is bad if no sample can be made of it. Recipes raise an error for a bad row. If only one turn of a row
-is bad, its sample has a `reason` in place of tokens.
+A sample becomes one document of a pack. A token is trained if its label is not -100. A row is bad if no sample can be
+made of it. Recipes raise an error for a bad row. If only one turn of a row is bad, its sample has a `reason` in place
+of tokens.
 """
 
 import copy
@@ -49,12 +49,12 @@ class Recipe:
     setting: ClassVar[str] = ""  # config field that trains assistant turns only; if it is set, turns are counted
     splits: ClassVar[bool] = False  # whether one row may become several samples
 
-    def samples(self, row: Row, number: int) -> list[Sample]:
+    def samples(self, row: Row, row_index: int) -> list[Sample]:
         """Make the samples of a row.
 
         Args:
             row: The columns of the row by name.
-            number: Index of the row in its dataset.
+            row_index: Index of the row in its dataset.
 
         Raises:
             Exception: If the row is bad. Any error counts, and becomes the reason that the user reads.
@@ -123,7 +123,7 @@ class WholeRows(Recipe):
         names = [attribute.name for attribute in fields(self) if attribute.name != "_steps"]
         return WholeRows, tuple(getattr(self, name) for name in names)
 
-    def samples(self, row: Row, number: int) -> list[Sample]:
+    def samples(self, row: Row, row_index: int) -> list[Sample]:
         columns = text_columns(row, self.text_field)
         row = with_one_text(row, self.text_field) if self.formatting_func is None else dict(row)
         has_messages = bool(columns) and isinstance(row[columns[-1]], list)
@@ -165,12 +165,13 @@ class MaskedTurns(Recipe):
     completion_only: bool = True  # in rows with a prompt and a completion, turns of the prompt are not trained
     setting: ClassVar[str] = "assistant_only_loss"
 
-    def samples(self, row: Row, number: int) -> list[Sample]:
+    def samples(self, row: Row, row_index: int) -> list[Sample]:
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
-        num_prompt = conversation.first if self.completion_only else 0
-        selection = self.rule.select_turn(replace(conversation, first=num_prompt))
+        num_prompt = conversation.num_prompt if self.completion_only else 0
+        selection = self.rule.select_turn(replace(conversation, num_prompt=num_prompt))
         tokens, mask = self.rule.masked(selection, self.tokenizer)
+        # Without a trained token the row is bad, unless all its turns are excluded on purpose
         if 1 not in mask and (selection.trained or not selection.counts.turns):
             raise UnknownTurnError(
                 "no assistant tokens under the chat template (see its `{% generation %}` markers, "
@@ -197,7 +198,7 @@ class EachTurn(Recipe):
     setting: ClassVar[str] = "per_turn"
     splits: ClassVar[bool] = True
 
-    def samples(self, row: Row, number: int) -> list[Sample]:
+    def samples(self, row: Row, row_index: int) -> list[Sample]:
         def make_turn_sample(conversation: Conversation, turn: int) -> Sample:
             tokens, labels = conversation.sample(turn, self.tokenizer)
             if turn >= 0:
@@ -267,11 +268,11 @@ def recipe_of(
     structs = struct_columns(dataset.features)
     # One good row is enough to accept the dataset: further bad rows are handled when samples are made
     rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         try:
-            recipe.samples(without_nulls(row, structs), number)
+            recipe.samples(without_nulls(row, structs), row_index)
         except Exception as error:
-            problems.append((number, explain_bad_row(row, error, recipe.text_field)))
+            problems.append((row_index, explain_bad_row(row, error, recipe.text_field)))
         else:
             return recipe
     raise_bad_rows(name, problems[:MAX_ROWS_NAMED], len(problems), total=len(problems))

@@ -98,7 +98,7 @@ class TurnRule:
         key = self.message_train_key
         messages = conversation.messages
         turns = conversation.turns
-        context = set()
+        context = set()  # turns with the weight 0: they are only context of other turns
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
             if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
@@ -127,7 +127,8 @@ class TurnRule:
             return conversation.masked(tokenizer)
         text, spans = self.spans(selection, tokenizer)
         if isinstance(tokenizer, ProcessorMixin):
-            # The processor replaces placeholders of images in the text, so only its own markers find the tokens
+            # The processor replaces placeholders of images, so characters of its text are not those of `spans`. Let it
+            # find the tokens itself, by markers around the trained parts
             message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
             return Conversation([message], 0, {"chat_template": PART_MARKERS}).masked(tokenizer)
         outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -192,6 +193,7 @@ class TurnRule:
         """
         plain: Any = plain_tokenizer(tokenizer)
         first_label = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
+        # An empty text has no thinking block
         text = "" if self.train_empty_thinking else plain.decode(labels[first_label:])
         num_characters, _ = self.without_thinking(text, (0, len(text)), message)
         stop = first_label

@@ -83,14 +83,14 @@ class ProcessedImages(Recipe):
         """The setting of the user that divides rows into these samples; "" if a sample is a row."""
         return "" if self.rule is None else "per_turn"
 
-    def samples(self, row: Row, number: int) -> list[Sample]:
+    def samples(self, row: Row, row_index: int) -> list[Sample]:
         """Return the measures of a row or, with a rule, of each of its trained turns."""
         rule = self.rule
         if rule is None:
-            return [self._measure_rows(row, number)]
+            return [self._measure_rows(row, row_index)]
 
         def measure_turn(conversation: Conversation, turn: int) -> Sample:
-            return self._measure_rows(rule.row_of_turn(conversation, turn, self.process.processor), number)
+            return self._measure_rows(rule.row_of_turn(conversation, turn, self.process.processor), row_index)
 
         selection = rule.select_turn(Conversation.from_row(row, images_of(row)))
         return samples_of_turns(selection, measure_turn, row)
