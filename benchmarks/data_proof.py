@@ -108,7 +108,7 @@ def costs(file: Path, tokenizer: Any) -> Row:
     prove_data(table.select([0]), "train", Rendering(tokenizer))  # compiles the template
     seconds, report = cpu_seconds(lambda: prove_data(table, "train", Rendering(tokenizer)))
     args = SFTConfig("unused", use_cpu=True, bf16=False, report_to=[], bad_rows="drop")
-    settings = {"tokenizer": tokenizer, "completion_only_loss": True, "marks": True}
+    settings = {"tokenizer": tokenizer, "completion_only_loss": True, "keeps_bad_rows": True}
     whole, _ = cpu_seconds(lambda: make_samples(table, "train", args, **settings))
     return {
         "file": file.stem,

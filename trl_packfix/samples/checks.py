@@ -19,7 +19,7 @@ from .turns import TurnSettings, trains_only_completions
 
 logger = logging.getLogger(__name__)
 
-NUM_OF_STREAM = 4  # of a stream, this many first rows are read
+NUM_CHECKED_OF_STREAM = 4  # rows at the beginning of a stream that are read
 IMAGES = ("image", "images")  # columns of images, as TRL names them
 PLACEHOLDER = "<image>"  # stands for an image in texts of datasets in LLaVA's format
 
@@ -55,15 +55,15 @@ def without_format(dataset: Any) -> Any:
     """
     if isinstance(dataset, dict):
         return {name: without_format(value) for name, value in dataset.items()}
-    is_formatted = isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom")
+    has_format = isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom")
     if isinstance(dataset, IterableDataset):
-        is_formatted = dataset._formatting is not None  # there is no public accessor
-    return dataset.with_format(None) if is_formatted else dataset
+        has_format = dataset._formatting is not None  # there is no public accessor
+    return dataset.with_format(None) if has_format else dataset
 
 
 def first_rows(stream: IterableDataset) -> list[dict[str, Any]]:
     """Return the first rows of a stream without decoding their images. Rows may differ in their columns."""
-    return list((stream.decode(False) if stream.features else stream).take(NUM_OF_STREAM))
+    return list((stream.decode(False) if stream.features else stream).take(NUM_CHECKED_OF_STREAM))
 
 
 def check_rows(dataset: object, name: str) -> None:
@@ -93,7 +93,8 @@ def check_raw_dataset(
         is_formatted: Whether a formatting function of the user makes the text. Text columns are not checked then.
     """
     check_rows(dataset, name)
-    names_rows = args.bad_rows == "raise"
+    refuses_rows = args.bad_rows == "raise"
+    # Pairs of columns that are tokenised together, and for each row whether they are its text
     forms = [] if is_formatted else [*texts.forms_of_table(dataset, args.dataset_text_field)]
     if not forms and not is_formatted:
         typed_columns = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
@@ -103,18 +104,19 @@ def check_raw_dataset(
             f"`completion`, or the text in `{args.dataset_text_field}`; the dataset has none of these. Rename or "
             "reshape a column, or set `dataset_text_field` to the column that holds the text."
         )
-    without_text = np.flatnonzero(~np.any([has for _, has in forms], axis=0))
-    only_prompt = without_text[:0]
+    without_text = np.flatnonzero(~np.any([is_chosen for _, is_chosen in forms], axis=0))
+    only_prompt = without_text[:0]  # those of these rows that have a prompt
     if "prompt" in dataset.column_names:
-        only_prompt = without_text[~texts.missing(dataset, "prompt")[without_text]]
-    if len(only_prompt) and forms and names_rows and "completion" not in dataset.column_names:
+        has_no_prompt = texts.missing(dataset, "prompt")[without_text]
+        only_prompt = without_text[~has_no_prompt]
+    if len(only_prompt) and forms and refuses_rows and "completion" not in dataset.column_names:
         raise ValueError(
             f"{len(only_prompt)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no `completion`; the "
             f"first are {only_prompt[:MAX_ROWS_NAMED].tolist()}. TRL tokenises `prompt` with `completion`, and whether "
             f"the text in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
             "`completion`, or remove the column `prompt`."
         )
-    if len(without_text) and forms and names_rows:
+    if len(without_text) and forms and refuses_rows:
         columns = dict.fromkeys(column for columns, _ in forms for column in columns)
         empty_columns = [column for column in columns if texts.missing(dataset, column)[without_text].any()]
         column_names = " and ".join(f"`{column}`" for column in empty_columns)
@@ -123,7 +125,7 @@ def check_raw_dataset(
             f"are {without_text[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows "
             "(`dataset.select`), or fill in the missing text."
         )
-    num_plain = sum(int(has.sum()) for columns, has in forms if not texts.is_list(dataset, columns[0]))
+    num_plain = sum(int(is_chosen.sum()) for columns, is_chosen in forms if not texts.is_list(dataset, columns[0]))
     num_plain = len(dataset) if is_formatted else num_plain
     if tokenizer.eos_token is None and num_plain:
         raise ValueError(
@@ -150,7 +152,7 @@ def check_chat_template(dataset: Dataset | IterableDataset, name: str, tokenizer
 
 
 def has_conversations(dataset: Any) -> bool:
-    """Return whether any row is a conversation that will be tokenised: of a table all rows, of a stream the first.
+    """Return whether any row of a table, or any of the first rows of a stream, is a conversation to tokenise.
 
     A dataset that is tokenised already has no conversations.
     """
@@ -158,7 +160,7 @@ def has_conversations(dataset: Any) -> bool:
         return False  # TRL refuses a transform
     if isinstance(dataset, Dataset):
         forms = texts.forms_of_table(dataset, "")
-        return any(texts.is_list(dataset, columns[-1]) and has.any() for columns, has in forms)
+        return any(texts.is_list(dataset, columns[-1]) and is_chosen.any() for columns, is_chosen in forms)
     return isinstance(dataset, IterableDataset) and any(map(texts.is_conversation, first_rows(dataset)))
 
 
@@ -189,7 +191,7 @@ def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object,
             check_rows(dataset, name)
             check_conversations(dataset, name)
         if is_formatted or has_transform(dataset) or next(iter(dataset.take(1)), None) is None:
-            continue  # `check_rows` refuses a dataset without rows elsewhere
+            continue  # its rows cannot be judged here; `check_raw_dataset` refuses a table without rows
         # TRL accepts an evaluation set of plain text, and evaluates all its tokens
         if args.assistant_only_loss and name == "train":
             check_conversations(dataset, name, "assistant_only_loss")

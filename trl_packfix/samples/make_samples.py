@@ -19,7 +19,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 from ..compat import main_process_first
 from . import dataset_warnings
-from .checks import NUM_OF_STREAM, check_chat_template, check_raw_dataset, columns_of
+from .checks import NUM_CHECKED_OF_STREAM, check_chat_template, check_raw_dataset, columns_of
 from .conversation import Conversation, Tokenizer, plain_tokenizer
 from .data_proof import prove_or_refuse
 from .data_report import DataReport
@@ -37,9 +37,9 @@ from .row import (
     bad_row_mask,
     explain_bad_row,
     hash_modules_of,
-    mask_counts,
     raise_bad_rows,
     read_integer_column,
+    sum_turn_counts,
 )
 from .texts import given_value, struct_columns
 from .turns import TurnSettings
@@ -69,7 +69,7 @@ def make_samples(
     *,
     tokenizer: Tokenizer,
     completion_only_loss: bool,
-    marks: bool,
+    keeps_bad_rows: bool,
     formatting_func: Callable[[dict[str, Any]], str] | None = None,
     is_training_set: bool = True,
 ) -> PreparedDataset:
@@ -81,8 +81,8 @@ def make_samples(
         args: The config of the trainer.
         tokenizer: The tokenizer, or the processor of a model with images.
         completion_only_loss: Whether prompts are not trained, in rows with a prompt and a completion.
-        marks: Whether, with `bad_rows="drop"`, bad rows and turns remain in the result without tokens and with their
-            reason in the column `BAD_ROW_COLUMN`, so that the caller can count them.
+        keeps_bad_rows: Whether, with `bad_rows="drop"`, bad rows and turns remain in the result without tokens and with
+            their reason in the column `BAD_ROW_COLUMN`, so that the caller can count them.
         formatting_func: The user's function that returns the text of a row, as in TRL.
         is_training_set: Whether to warn if trained turns do not end, or if `per_turn` gains nothing.
 
@@ -99,23 +99,34 @@ def make_samples(
         recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
         data = prove_or_refuse(dataset, name, args=args, tokenizer=tokenizer, formatting_func=formatting_func)
         users_code = hash_modules_of(formatting_func, tokenizer)
-        settings: dict[str, Any] = {"marks": marks, "is_training_set": is_training_set, "users_code": users_code}
-        prepared = _applied(recipe, dataset, name, args=args, **settings)
+        prepared = _apply_recipe(
+            recipe,
+            dataset,
+            name,
+            args=args,
+            keeps_bad_rows=keeps_bad_rows,
+            is_training_set=is_training_set,
+            users_code=users_code,
+        )
     repeats.say(name)
     return replace(prepared, data=data)
 
 
-def _applied(
+def _apply_recipe(
     recipe: Recipe,
     dataset: Dataset | IterableDataset,
     name: str,
     *,
     args: TurnSettings,
-    marks: bool,
+    keeps_bad_rows: bool,
     is_training_set: bool,
     users_code: str,
 ) -> PreparedDataset:
-    """Apply a recipe to all rows: of a table now, of a stream when they are read."""
+    """Apply a recipe to all rows of a table now, or to the rows of a stream when they are read.
+
+    Args:
+        users_code: Hash of the user's code that the recipe calls, so that `datasets` reuses no samples of other code.
+    """
     columns = columns_of(dataset)
     drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
@@ -130,16 +141,17 @@ def _applied(
         stream = dataset.map(_columns_of_stream, batch_size=1, remove_columns=consumed, fn_kwargs=kwargs, **settings)
         if checks_turn_ends:
             dataset_warnings.warn_if_turns_do_not_end(
-                stream.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting
+                stream.take(NUM_CHECKED_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting
             )
-        return PreparedDataset(without_bad_rows(stream) if drops and not marks else stream, recipe)
-    numbers = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
+        return PreparedDataset(without_bad_rows(stream) if drops and not keeps_bad_rows else stream, recipe)
+    # These columns are removed again below, when the turns are counted
+    bookkeeping = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
     kwargs["repeated"] = unread if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
             HashedMapFunction(columns_of_batch, users_code=users_code),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
-            features=Features({column: dataset.features[column] for column in unread} | TOKEN_FEATURES | numbers),
+            features=Features({column: dataset.features[column] for column in unread} | TOKEN_FEATURES | bookkeeping),
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {'each assistant turn of ' if recipe.splits else ''}{name} dataset",
             remove_columns=columns if recipe.splits else consumed,
@@ -151,11 +163,11 @@ def _applied(
         dataset_warnings.warn_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
     if is_training_set and recipe.splits:
         dataset_warnings.warn_if_nothing_is_stripped(samples, name)
-    rows = samples.remove_columns([*numbers])
-    rows = rows if drops and marks else without_bad_rows(rows)
+    rows = samples.remove_columns([*bookkeeping])
+    rows = rows if drops and keeps_bad_rows else without_bad_rows(rows)
     if recipe.splits:
         return PreparedDataset(rows, recipe, turns=turns)
-    return PreparedDataset(rows, recipe, masked=mask_counts(samples) if numbers else None)
+    return PreparedDataset(rows, recipe, masked=sum_turn_counts(samples) if bookkeeping else None)
 
 
 class _RowView(Mapping[str, Any]):
@@ -164,13 +176,13 @@ class _RowView(Mapping[str, Any]):
     Its columns are decoded when they are read, so a broken image raises an error in its own row and not in the batch.
     """
 
-    def __init__(self, batch: Mapping[str, Sequence[Any]], place: int, structs: Mapping[str, Any]):
+    def __init__(self, batch: Mapping[str, Sequence[Any]], index: int, structs: Mapping[str, Any]):
         self._batch = batch
-        self._place = place
+        self._index = index
         self._structs = structs
 
     def __getitem__(self, name: str) -> Any:
-        value = self._batch[name][self._place]
+        value = self._batch[name][self._index]
         return given_value(name, value, self._structs[name]) if name in self._structs else value
 
     def __iter__(self) -> Iterator[str]:
@@ -201,19 +213,19 @@ def columns_of_batch(
     Returns:
         The columns of the samples by name. A bad row has one sample, with a reason in `BAD_ROW_COLUMN`.
     """
-    numbers = BOOKKEEPING_COLUMNS if recipe.setting else ()
-    columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW_COLUMN, *numbers, *repeated)}
-    for place, row_index in enumerate(indices):
-        row = _RowView(batch, place, structs)
+    bookkeeping = BOOKKEEPING_COLUMNS if recipe.setting else ()  # empty if turns are not counted
+    columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW_COLUMN, *bookkeeping, *repeated)}
+    for i, row_index in enumerate(indices):
+        row = _RowView(batch, i, structs)
         try:
             samples = recipe.samples(row, row_index)
         # Templates, tokenizers, processors, the image library and the file system raise errors of any type
         except Exception as error:
             samples = [Sample({}, reason=explain_bad_row(row, error, recipe.text_field))]
         for sample in samples:
+            # A bad sample has no columns, and gets those of a bad row
             sample_columns = {BAD_ROW_COLUMN: sample.reason, **recipe.bad, **sample.columns}
-            # `numbers` is empty if turns are not counted
-            sample_columns |= zip(numbers, (row_index, sample.turn, *astuple(sample.counts)), strict=False)
+            sample_columns |= zip(bookkeeping, (row_index, sample.turn, *astuple(sample.counts)), strict=False)
             sample_columns |= {name: row[name] for name in repeated}
             for name, column in columns.items():
                 column.append(sample_columns[name])
@@ -266,12 +278,12 @@ def count_turns(
     """
     bad = bad_row_mask(samples)
     row_of = read_integer_column(samples, ROW_COLUMN) if is_split else np.arange(len(samples))
-    trains = read_integer_column(samples, TURN_COLUMN) >= 0 if is_split else ~bad
-    turn_counts = mask_counts(samples) if is_split else AssistantTurnCounts()
+    trains_turn = read_integer_column(samples, TURN_COLUMN) >= 0 if is_split else ~bad
+    turn_counts = sum_turn_counts(samples) if is_split else AssistantTurnCounts()
     counts = PerTurnCounts(
         conversations=len(dataset),
-        samples=int((~bad & trains).sum()),
-        without_turn=int((~bad & ~trains).sum()),
+        samples=int((~bad & trains_turn).sum()),
+        without_turn=int((~bad & ~trains_turn).sum()),
         bad=int(bad.sum()),
         left_out=turn_counts.context + turn_counts.earlier,
     )

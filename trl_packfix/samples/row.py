@@ -29,9 +29,9 @@ from .texts import NoTextError, text_columns
 BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # Columns that samples have until their turns are counted: index of the row, index of the turn, and the three fields of
 # `AssistantTurnCounts`
-BOOKKEEPING_COLUMNS = ROW_COLUMN, TURN_COLUMN, *_ = [
-    f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")
-]
+ROW_COLUMN = "packfix_row"
+TURN_COLUMN = "packfix_turn"
+BOOKKEEPING_COLUMNS = [ROW_COLUMN, TURN_COLUMN, "packfix_turns", "packfix_context", "packfix_earlier"]
 MAX_ROWS_NAMED = 10  # a message names at most this many rows
 
 
@@ -164,15 +164,15 @@ def explain_bad_row(row: Mapping[str, object], error: Exception, text_field: str
     """
     if isinstance(error, UnknownTurnError):
         return str(error)
-    gap = next(_find_gaps(row, text_field), None)
+    fault = next(_find_faults(row, text_field), None)
     if isinstance(error, NoTextError):
-        return gap or str(error)
+        return fault or str(error)
     text = next(iter(str(error).splitlines()), "").rstrip(". ")
-    return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {shorten(text, 300, placeholder=' ...')}"
+    return (f"{fault}; " if fault else "") + f"{type(error).__name__}: {shorten(text, 300, placeholder=' ...')}"
 
 
-def _find_gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
-    """Yield a description of each field of a row that does not have the form in TRL's documentation."""
+def _find_faults(row: Mapping[str, object], text_field: str) -> Iterator[str]:
+    """Yield a description of each missing or malformed field of a row, by the forms in TRL's documentation."""
 
     def describe_type(value: object) -> str:
         return "None" if value is None else f"of type {type(value).__name__}"
@@ -219,7 +219,7 @@ def read_integer_column(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
     return numbers
 
 
-def mask_counts(samples: Dataset) -> AssistantTurnCounts:
+def sum_turn_counts(samples: Dataset) -> AssistantTurnCounts:
     """Return the sums of the columns `packfix_turns`, `packfix_context` and `packfix_earlier` over all samples."""
     return AssistantTurnCounts(*(int(read_integer_column(samples, name).sum()) for name in BOOKKEEPING_COLUMNS[2:]))
 
@@ -262,7 +262,7 @@ def _hash_versions() -> str:
 PREPARATION_SOURCE_HASH = f"{hash_sources(Path(__file__).parents[1])} {_hash_versions()}"
 
 
-def hash_modules_of(*users: object) -> str:
+def hash_modules_of(*objects: object) -> str:
     """Hash the files of the modules that define these functions, classes or objects of the user.
 
     `datasets` hashes a function or class of a module by its name. Without this hash, rows in the cache would be reused
@@ -270,12 +270,12 @@ def hash_modules_of(*users: object) -> str:
     because `datasets` hashes their code.
     """
     digest = hashlib.sha256()
-    for user in users:
-        while isinstance(user, partial):
-            user = user.func
-        module = sys.modules.get(getattr(user, "__module__", None) or "")
+    for users_object in objects:
+        while isinstance(users_object, partial):
+            users_object = users_object.func
+        module = sys.modules.get(getattr(users_object, "__module__", None) or "")
         file = getattr(module, "__file__", None)
-        if file is not None and user.__module__ != "__main__":
+        if file is not None and users_object.__module__ != "__main__":
             with suppress(OSError):  # a module in a zip archive has no file
                 digest.update(Path(file).read_bytes())
     return digest.hexdigest()

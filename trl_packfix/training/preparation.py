@@ -51,7 +51,7 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
         args,
         tokenizer=processing_class,
         completion_only_loss=trains_only_completions(args),
-        marks=True,
+        keeps_bad_rows=True,
     )
     assert isinstance(prepared.rows, Dataset)
     return prepared.rows, prepared.turns

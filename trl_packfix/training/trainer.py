@@ -292,7 +292,7 @@ class SFTTrainer(trl.SFTTrainer):
                 completion_only_loss=only_completions,
                 formatting_func=formatting_func,
                 # With packing, dropped training rows stay as documents without tokens, so that they are counted.
-                marks=packing and is_training_set,
+                keeps_bad_rows=packing and is_training_set,
                 is_training_set=is_training_set,
             )
             self.chat_template = prepared.recipe.chat_template or self.chat_template  # TRL's attribute
