@@ -20,7 +20,7 @@ from support.runs import all_documents, config, documents_of, trainer
 
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.dataset_warnings import find_unended_turns
+from trl_packfix.samples.dataset_warnings import find_end_without_token
 from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
@@ -296,8 +296,8 @@ def test_only_special_tokens_end_a_turn():
     tokenizer = tokenizer_with("qwen3")
     tokenizer.add_tokens(["</tool_call>"])
     call = tokenizer("weather</tool_call>")["input_ids"]
-    assert find_unended_turns(call, tokenizer) == "weather</tool_call>"
-    assert find_unended_turns([*call, tokenizer.eos_token_id], tokenizer) is None
+    assert find_end_without_token(call, tokenizer) == "weather</tool_call>"
+    assert find_end_without_token([*call, tokenizer.eos_token_id], tokenizer) is None
 
 
 def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_the_last_turn():

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 trl_logger = logging.getLogger("trl.trainer.sft_trainer")
 
 NUM_COMPARED = 100  # neighbouring turns are compared in this many conversations
-NUM_LABELLED = 100  # the end of the last trained turn is looked for in this many rows
-KIND = 60  # warnings that agree in this many first characters are of one kind
+NUM_ENDS = 100  # the end of the last trained turn is looked for in this many rows
+KIND_LENGTH = 60  # warnings that agree in this many first characters are of one kind
 
 
 def warn_if_turns_do_not_end(
@@ -33,13 +33,13 @@ def warn_if_turns_do_not_end(
     Some templates write this token before the next message and not after the turn.
 
     Args:
-        rows: Samples, of which the first `NUM_LABELLED` are read.
+        rows: Samples, of which the first `NUM_ENDS` are read.
         name: The dataset's name in the message.
         tokenizer: The tokenizer, or the processor of a model with images.
         setting: The config field that trains assistant turns only.
     """
-    trained = (row["labels"] for row in islice(rows, NUM_LABELLED) if max(row["labels"], default=-1) >= 0)
-    ends = (find_unended_turns(labels, tokenizer) for labels in trained)
+    trained = (row["labels"] for row in islice(rows, NUM_ENDS) if max(row["labels"], default=-1) >= 0)
+    ends = (find_end_without_token(labels, tokenizer) for labels in trained)
     end = next((end for end in ends if end is not None), None)
     if end is not None:
         logger.warning(
@@ -50,13 +50,13 @@ def warn_if_turns_do_not_end(
         )
 
 
-def find_unended_turns(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
-    """Return the last characters of a sample's trained text if no special token ends its turn, else None.
+def find_end_without_token(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
+    """Return the last characters of a sample's trained text if no special token ends it; None if one does.
 
     White space may follow the special token.
     """
     plain: Any = plain_tokenizer(tokenizer)
-    # Not every added token ends a turn: </tool_call>, for example, is not special
+    # An added token may end a turn only if it is special, which </tool_call>, for example, is not
     added = plain.added_tokens_decoder
     special = {*(token for token in added if added[token].special), *plain.all_special_ids}
     trained = [label for label in labels if label != IGNORE_INDEX]
@@ -73,8 +73,9 @@ def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
 
     Then the template strips nothing from earlier turns, and `per_turn` only makes the data longer.
     """
-    rows = read_integer_column(samples, ROW_COLUMN)
+    rows = read_integer_column(samples, ROW_COLUMN)  # for each sample the index of its conversation, in rising order
     rows = rows[: np.searchsorted(rows, NUM_COMPARED)]
+    # Samples with images have another column of tokens
     column = "input_ids" if "input_ids" in samples.column_names else "tokens"
     lists = samples.select_columns(column).select(range(len(rows))).with_format("arrow")[:][column]
     tokens = [token_list.values.to_numpy() for token_list in lists]
@@ -116,7 +117,7 @@ class RepeatedMessages(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a warning is the first of its kind, and count it."""
-        kind = record.getMessage()[:KIND]
+        kind = record.getMessage()[:KIND_LENGTH]
         self.counts[kind] += 1
         return self.counts[kind] == 1
 

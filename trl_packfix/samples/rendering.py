@@ -20,14 +20,20 @@ FormattingFunction: TypeAlias = Callable[[dict[str, Any]], str]
 
 @dataclass(frozen=True)
 class FormattedRow(Conversation):
-    """A row whose text is made by a function of the user. Its messages are those of `messages_of_columns`."""
+    """A row whose text is made by a function of the user.
 
-    messages_column: str
+    Its first message has all columns but the column of messages, and the messages of this column follow
+    (`messages_of_columns`).
+    """
+
+    messages_column: str  # name of the column of messages; empty if the row has none
     formatting_func: FormattingFunction
 
     def text(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = False) -> str:
-        columns, *messages = copied(messages)  # a copy, because the function may change its argument
-        return str(self.formatting_func(columns | ({self.messages_column: messages} if self.messages_column else {})))
+        row, *messages = copied(messages)  # a copy, because the function may change its argument
+        if self.messages_column:
+            row = row | {self.messages_column: messages}
+        return str(self.formatting_func(row))
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,10 @@ class Rendering:
 
     tokenizer: Tokenizer
     chat_template: str | None = None  # replaces the tokenizer's own template
-    text_field: str = "text"
-    train_key: str | None = "weight"
+    text_field: str = "text"  # name of the column of plain text
+    train_key: str | None = "weight"  # key of messages whose value 0 excludes a message from training
     trains_assistant: bool = False  # whether only messages of the assistant are trained
-    per_turn: bool = False
+    per_turn: bool = False  # whether each turn of the assistant is a sample
     needs_assistant: bool = False  # whether a row without a message of the assistant is refused
     formatting_func: FormattingFunction | None = None  # the user's function that makes the text of a row
 
@@ -67,7 +73,8 @@ class Rendering:
     def conversation(self, row: dict[str, Any]) -> Conversation:
         """Return the messages of a row with the arguments with which training renders them.
 
-        With `per_turn`, messages behind the last turn are omitted, because they are in no sample.
+        With `per_turn`, messages behind the last turn are omitted, because they are in no sample, and so are messages
+        behind turn number `MOST_TURNS`.
         """
         if self.formatting_func is not None:
             messages, messages_column = messages_of_columns(row)
@@ -77,12 +84,12 @@ class Rendering:
         if self.chat_template is not None:
             conversation.arguments.setdefault("chat_template", self.chat_template)
         if self.per_turn and conversation.turns:
-            stop = conversation.turns[:MOST_TURNS][-1] + 1
-            conversation = replace(conversation, messages=conversation.messages[:stop])
+            last_turn = conversation.turns[:MOST_TURNS][-1]
+            conversation = replace(conversation, messages=conversation.messages[: last_turn + 1])
         return conversation
 
     def text(self, conversation: Conversation) -> str:
-        """Return the text that is tokenised, of all samples of a conversation one after the other."""
+        """Return the text that is tokenised: the samples of the conversation, one after the other."""
         messages = conversation.messages
         turns = conversation.turns if self.per_turn else []
         stops = [turn + 1 for turn in turns] or [len(messages)]
