@@ -28,9 +28,9 @@ class NoTextError(ValueError):
 def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
     """Return the columns of a row that are tokenised: the first in TRL's order that are not None; () if there are none.
 
-    The order is prompt with completion, `conversations`, `messages`, and the column `text_field` of plain text. A prompt
-    without a completion is not tokenised. The column `text_field` of the row is not tokenised then either, because its
-    text may or may not repeat the prompt.
+    The order is prompt with completion, `conversations`, `messages`, and the column `text_field` of plain text.
+    A prompt without a completion is not tokenised. The column `text_field` of the row is not tokenised then either,
+    because its text may or may not repeat the prompt.
 
     >>> text_columns({"prompt": "What?", "messages": [{"role": "user", "content": "What?"}]}, "text")
     ('messages',)
