@@ -252,7 +252,7 @@ OF_TRAINING = {field.name for kind in (ScriptArguments, SFTConfig, ModelConfig) 
 
 @pytest.mark.parametrize("line", sorted(COMMANDS))
 def test_commands_exist(line, capsys):
-    """The files must be there, and the program must know the flags."""
+    """Commands name files that are there and flags that the program knows."""
     program, *words = shlex.split(line)
     files = [word for word in (program, *words) if re.match(r"\w+/\w+[/.]", word) and not word.startswith("Qwen/")]
     assert all((ROOT / file).is_file() for file in files)

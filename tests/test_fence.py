@@ -174,7 +174,7 @@ def test_the_fence_has_entries():
 
 @pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.name.startswith("_")])
 def test_the_head_of_the_fence_says_who_undoes_an_entry(name):
-    """The head must say who undoes an entry, or why it stays."""
+    """Explain each entry in the head: who undoes it, or why it stays."""
     text = ast.get_docstring(SOURCE.trees[FENCE]) or ""
     assert name in text.replace(",", "").split()
 
@@ -195,7 +195,7 @@ def names_of_trl_looked_up_in_calls(tree: ast.AST) -> list[str]:
 
 
 def test_classes_of_trl_are_bound_at_import():
-    """A script may set `trl.SFTTrainer` to ours, which would then call itself in place of TRL's."""
+    """Scripts may set `trl.SFTTrainer` to ours, which would then call itself in place of TRL's."""
     found = {file: names_of_trl_looked_up_in_calls(tree) for file, tree in SOURCE.trees.items()}
     assert {file: names for file, names in found.items() if names} == {}
     assert names_of_trl_looked_up_in_calls(ast.parse("def f():\n    trl.SFTTrainer.train()")) == ["SFTTrainer"]

@@ -146,7 +146,7 @@ def test_the_parts_of_the_headline_have_time(monkeypatch):
 
 
 def test_parts_run_on_the_cpu(tmp_path):
-    """The parts that take seconds run here; `make bench` runs others. They call much of the package that changes."""
+    """Run the parts that take seconds; `make bench` runs others. They call much of the package that changes."""
     parts = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
     command = [sys.executable, ROOT / "benchmarks" / "evidence.py", "--smoke", "--out", tmp_path, "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

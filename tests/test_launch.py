@@ -157,7 +157,7 @@ def test_recipe_is_valid_shell(script):
 @needs_deepspeed
 @gathers_on_cpus
 def test_deepspeed_recipe(workplace, tmp_path):
-    """The launcher adds `--local_rank`; train.py takes ZeRO-3 where nothing else is said."""
+    """Accept `--local_rank`, which the launcher adds; train.py takes ZeRO-3 where nothing else is said."""
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("# one node\nlocalhost slots=2\n")
     (tmp_path / "ssh").write_text("#!/usr/bin/env bash\nhostname\n")  # the launcher asks whether the node answers

@@ -71,7 +71,7 @@ def test_a_row_is_a_document():
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.sampled_from([*COLLATORS]), st.integers(0, 3))
 def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
-    """Each label must be that of the document, and predicted in the row that has the token before it."""
+    """Labels are the document's, and each is predicted in the row that has the token before it."""
     documents = turns(lengths, prompt)
     batch = COLLATORS[kind]()(documents)
     layout = layout_of(batch)

@@ -23,7 +23,7 @@ def outputs(notebook):
 
 @pytest.mark.sweep
 def test_the_tour_learns_and_shows(tmp_path):
-    """One more cell prints the values of some of the tour's variables."""
+    """Add a cell that prints the values of some of the tour's variables."""
     pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     ran = nbformat.read(NOTEBOOK, as_version=4)

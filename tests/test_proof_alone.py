@@ -69,7 +69,7 @@ def test_no_other_package_is_imported(facts):
 
 
 def test_the_packages_were_hidden(facts):
-    """The trainer, which needs them, cannot be imported there."""
+    """Importing the trainer, which needs the packages, fails there."""
     assert facts["missing_package"] in HIDDEN
 
 

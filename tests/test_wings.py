@@ -184,7 +184,7 @@ def run_with(python: Path, libraries: Path, *arguments: str) -> subprocess.Compl
 
 @pytest.mark.processes
 def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_installed(python, tmp_path):
-    """A module that imports anything else breaks a fresh installation, and no test in the environment of the tests."""
+    """Modules that import anything else break a fresh installation, and no test in the environment of the tests."""
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     link_packages(libraries, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
@@ -209,7 +209,7 @@ def test_it_can_be_repaired():
 
 @pytest.mark.processes
 def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, tmp_path):
-    """The example for other projects must pass on Llama, and name the module of a type that leaks."""
+    """Our example for other projects passes on Llama, and names the module of a type that leaks."""
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     link_packages(libraries, ["torch", "transformers", "pytest"])

@@ -144,7 +144,7 @@ def test_the_probe_judges_it(fault, setting, fa3):
 
 
 def test_a_refusal_is_raised(fa3):
-    """No other kernel is chosen in the place of what the user activated."""
+    """What the user activated is not replaced by another kernel."""
     fa3.fault = "forward"
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     with Dispatched(), pytest.raises(KernelError, match="only supports Hopper GPUs"):

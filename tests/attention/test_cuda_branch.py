@@ -142,7 +142,7 @@ def test_no_read_on_the_host(model_type, case, as_on_cuda, monkeypatch):
 @selects_checkpoints
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tmp_path, monkeypatch):
-    """The trainer adds the kernels' name to TRL's list; without it they run again in the backward."""
+    """Kernels whose name is not in TRL's list run again in the backward, so the trainer adds it."""
     selective = importlib.import_module("trl.models.selective_activation_checkpointing")
     names = tuple(name for name in selective._ATEN_ATTENTION_PACKET_NAMES if name != VARLEN_KERNEL)
     monkeypatch.setattr(selective, "_ATEN_ATTENTION_PACKET_NAMES", names)

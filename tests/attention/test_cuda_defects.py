@@ -105,7 +105,7 @@ DEVICE_ERRORS = [
 
 @pytest.mark.parametrize("error", DEVICE_ERRORS, ids=lambda error: f"{type(error).__name__}: {error}"[:50])
 def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, tiny_model, monkeypatch):
-    """The context may be lost, and other ranks wait: no repair is searched for, nothing is run again."""
+    """No repair is searched for: the context may be lost, and other ranks wait."""
     played.error = error
     packed = packed_model(on(tiny_model("llama")), monkeypatch)
     with pytest.raises(type(error)) as raised:
@@ -121,8 +121,9 @@ def test_another_error_of_the_model_is_still_a_pack_that_it_refuses(played, tiny
 
 
 def test_boundaries_are_given_to_the_attention_of_the_text_only():
-    """The attention of the towers of phi4_multimodal and deepseek_ocr2 says that it is causal. With the boundaries of
-    a pack of text, the kernel would read beyond the patches of the image."""
+    """Attention of the towers of phi4_multimodal and deepseek_ocr2 says that it is causal. With the boundaries of a
+    pack of text, the kernel would read beyond the patches of the image.
+    """
     vision = pytest.importorskip("support.vision")  # needs Pillow
     model = vision.build_model("llava")
     for module in model.model.vision_tower.modules():

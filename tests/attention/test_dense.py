@@ -87,7 +87,7 @@ def test_deterministic_runs_do_not_choose_by_time(kernels):
 
 
 def test_a_kind_of_heads_is_measured_once(kernels, monkeypatch):
-    """The measurement must not be part of the graph of the call, nor see the modes of the calling thread."""
+    """Measure outside of the graph of the call and of the modes of the calling thread."""
     calls = []
 
     def is_faster(dense_attend, on_flash, states):

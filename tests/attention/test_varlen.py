@@ -285,7 +285,9 @@ def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 def test_sinks_and_softcap_outside_of_packs_need_memory_linear_in_their_tokens(masked, sinks):
-    """The probe runs documents of thousands of tokens alone: H x T x T weights would be 10 GiB for 64 heads."""
+    """Run alone, as the probe runs them, documents of thousands of tokens fit into memory: H x T x T weights would be
+    10 GiB for 64 heads.
+    """
     num_tokens = 600
     inputs = random_inputs(num_tokens, sinks=True)
     mask = visible_keys(num_tokens, num_tokens, 20 if masked else None, device="cpu")[None, None] if masked else None

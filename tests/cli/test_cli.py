@@ -107,7 +107,7 @@ def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
-    """A limit on the size of files is to a writer what a full disk is: an OSError in the middle of a file."""
+    """Limit the size of files, which is to a writer what a full disk is: an OSError in the middle of a file."""
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     Dataset.from_dict({"text": ["x" * 500] * 2000}).to_json(tmp_path / "rows.jsonl")
     words = ["prepare", str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--output"]
@@ -226,7 +226,7 @@ def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None])
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, monkeypatch, capsys):
-    """Another run may have finished in the same folder, or the user put a file there."""
+    """Keep the files that another run finished in the folder meanwhile, or that the user put there."""
     right = tokens.save_tokens
     output = tmp_path / "table"
     if is_link:

@@ -67,7 +67,7 @@ OTHER_RUNS = {
 
 @pytest.mark.parametrize("name", OTHER_RUNS)
 def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
-    """The training run also finds the tokens that `plan` has made, and does not tokenise again."""
+    """Training finds the tokens that `plan` has made, and does not tokenise again."""
     rows, settings = OTHER_RUNS[name]
     file = tmp_path / "rows.jsonl"
     Dataset.from_list(rows).to_json(file)
@@ -330,7 +330,7 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
 
 
 def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
-    """All inputs of layers but one must leave the GPU, as transformers documents it.
+    """Inputs of all layers but one must leave the GPU, as transformers documents it.
 
     They are layers x tokens x hidden values of 2 bytes.
     """

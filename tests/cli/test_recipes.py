@@ -88,7 +88,7 @@ def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in MODELS])
 def test_a_recipe_trains(name, tmp_path, monkeypatch):
-    """The model and its processor are built here: transformers loads processors of images with torchvision only."""
+    """Build the model and its processor here: transformers loads processors of images with torchvision only."""
     monkeypatch.chdir(tmp_path)
     model_type = MODELS[name]
     _, args, model_args, *_ = parse_configs(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])

@@ -164,8 +164,9 @@ def value_of(configs, name: str):
 
 @pytest.mark.parametrize("trainer", FOREIGN)
 def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, tmp_path, monkeypatch):
-    """Each unknown key is named as it is here. The file beside it has these, and trains what the foreign file sets, and
-    what its trainer does where it sets nothing."""
+    """Unknown keys are named as they are called here. The file beside it has these, and trains what the foreign file
+    sets, and what its trainer does where it sets nothing.
+    """
     monkeypatch.chdir(tmp_path)
     foreign, ours = FOREIGN[trainer]
     Path("foreign.yaml").write_text(foreign)
@@ -297,7 +298,7 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, mes
 
 
 def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch, capsys):
-    """An error that is known before the proof has no traceback: an optimizer without its package."""
+    """Errors that are known before the proof have no traceback, such as an optimizer without its package."""
     monkeypatch.chdir(workplace)
     words = ["train", *QUICK, *MODEL, *DATA, "--output_dir", "output"]
     assert main([*words, "--optim", "apollo_adamw", "--optim_target_modules", "all-linear"]) == 2
@@ -332,7 +333,7 @@ def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, cap
 
 
 def test_a_default_that_is_refused_is_said(tmp_path, capsys):
-    """The user did not set `packing`, so a message about it needs the reason."""
+    """Give the reason in a message about `packing`, which the user did not set."""
     assert main(["train", "--output_dir", str(tmp_path), "--train_sampling_strategy", "group_by_length"]) == 2
     assert "was given with packing." in (error := capsys.readouterr().err)
     assert NOTE in error
@@ -352,7 +353,7 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
 
 
 def test_one_dataset_is_the_table_that_plan_reads(workplace, monkeypatch):
-    """The tokens of a table are cached once because the fingerprint is the same."""
+    """Tokens of a table are cached once for both commands, because its fingerprint does not differ."""
     monkeypatch.chdir(workplace)
     for name in ("one.jsonl", "three"):
         (table,) = load_documents(TrainArguments(dataset_name=name)).values()

@@ -71,7 +71,7 @@ def counts_of(*numbers):
 
 
 def test_documents_are_dropped_for_the_first_reason_that_holds():
-    """A row may be bad and empty, an empty row is untrained, and an untrained one may be too long."""
+    """Rows may be bad and empty; empty rows are untrained, and an untrained row may be too long."""
     reader = Reader([[], [], [1], [0] * 9, [1, 1], trained(9), [0] * 5 + trained(4)], bad=[0])
     documents = make_documents(reader, 4)
     ledger = documents.ledger
@@ -168,7 +168,7 @@ def test_a_document_of_one_token_more_is_truncated(settings, spans, counts):
 
 
 def test_a_document_of_one_token_more_is_split():
-    """A later fragment does not train its first token. A fragment of one token is dropped."""
+    """Later fragments do not train their first token. A fragment of one token is dropped."""
     documents = make_documents(Reader([trained(4), trained(5), trained(8), trained(10)]), 4, "split")
     assert spans_of(documents) == [(0, 0, 4), (1, 0, 4), (2, 0, 4), (2, 4, 8), (3, 0, 4), (3, 4, 8), (3, 8, 10)]
     ledger = documents.ledger

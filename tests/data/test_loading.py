@@ -76,7 +76,7 @@ def test_the_plan_is_that_of_plan_packs():
 
 
 def test_rows_shuffled_in_blocks_are_read_block_by_block():
-    """The recipe for network storage in docs/gpus.md must read block by block."""
+    """Reading by the recipe for network storage in docs/gpus.md goes block by block."""
     num = 12_000
     size = 2_000
     table = Dataset.from_dict({"input_ids": [[row] * 3 for row in range(num)]})

@@ -100,7 +100,7 @@ def test_the_largest_length_fits_and_one_more_does_not():
 
 
 def test_a_model_that_cannot_be_counted_is_refused():
-    """A config that transformers has no model for, and a model that reads more than tokens, must be refused."""
+    """Refuse a config that transformers has no model for, and a model that reads more than tokens."""
     with pytest.raises(ValueError, match="The memory of a PreTrainedConfig was asked for"):
         count_model(PreTrainedConfig(), TrainingMethod(False, "DDP"))
     with pytest.raises(ValueError, match=r"memory of T5Model was asked for. Its forward cannot run on fake tensors"):

@@ -66,7 +66,7 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
 
 
 def test_nothing_is_made_twice(tmp_path):
-    """A kept file with other spans must come back as it is: so it was read, and nothing was cut."""
+    """Change the spans in the cache: if they come back, the file was read, and nothing was cut."""
     saved(tmp_path)
     cached_documents(reader_of(tmp_path), 30)
     (path,) = files(tmp_path, "cache-packfix-spans-*")
@@ -91,7 +91,7 @@ def test_the_spans_of_another_file_are_not_those_of_its_fingerprint(tmp_path):
 
 
 def test_a_file_of_the_same_size_and_time_is_another(tmp_path):
-    """A copy that sets the time makes such a file."""
+    """Copies that set the time of a file can make such a pair."""
     for name, tokens in (("one", [[5, 6, 7], [8, 9]]), ("other", [[5, 6], [7, 8, 9]])):
         table = Dataset.from_dict({"input_ids": tokens})
         table._fingerprint = "0" * 16
@@ -157,7 +157,7 @@ def test_the_fingerprint_has_tokens_of_every_document_and_not_how_they_are_store
 
 
 def test_the_time_of_a_file_is_part_of_the_names_of_its_caches(tmp_path):
-    """A file that is overwritten by hand may keep its size, and the table its fingerprint."""
+    """Overwritten by hand, a file may keep its size, and the table its fingerprint."""
     for name, rows in (("table", [[5, 6, 7], [8, 9]]), ("other", [[5, 6], [7, 8, 9]])):
         data = Dataset.from_dict({"input_ids": rows, "labels": rows})
         data._fingerprint = "the same"

@@ -32,7 +32,7 @@ def in_features(files: Iterable[Path]) -> set[Path]:
 
 
 def test_no_test_of_the_core_imports_a_feature():
-    """Nor do its helpers in tests and tools: not at the top, not in a function, and not by a public name."""
+    """Helpers in tests and tools import none either: not at the top, not in a function, and not by a public name."""
     imported_files = runpy.run_path(str(ROOT / "tools" / "tests_of.py"))["imported_files"]
     tests = {*(ROOT / "tests").rglob("*.py")}
     of_core = tests - in_features(tests)

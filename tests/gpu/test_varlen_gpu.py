@@ -115,7 +115,7 @@ OTHER = ({}, {"window": 100}, {"sinks": True}, {"softcap": 30.0})
     ],
 )
 def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, options):
-    """The comparison must hold with the mask of a window and the padding of short rows, too."""
+    """Outputs and gradients agree also with the mask of a window and the padding of short rows."""
     tensors = random_inputs(head_dim, head_dim, 8, 2, options.get("sinks", False), torch.bfloat16)
     options = {name: value for name, value in options.items() if name != "sinks"} | {"scale": head_dim**-0.5}
 
@@ -172,7 +172,7 @@ def test_documents_of_extreme_packs_are_what_they_are_alone(lengths, head_dim):
 
 
 def test_no_host_sync():
-    """With all four boundary arguments the host never waits, forward or backward."""
+    """If all four boundary arguments are passed, the host never waits, forward or backward."""
     query, key, value, sinks = (x.cuda().requires_grad_() for x in random_inputs(64, 64, 4, 2, True, torch.bfloat16))
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
     boundaries = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": LONGEST, "max_length_k": LONGEST}
@@ -270,7 +270,7 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_flash_attention_3_equals_the_cpu(head_dim, window):
-    """Some documents are empty, and some have fewer queries than keys, as documents that share prefixes have them."""
+    """Compare also empty documents, and documents with fewer queries than keys, as shared prefixes make them."""
     pytest.importorskip("flash_attn_interface", reason="flash-attn-3 is not installed")
     q_lengths = [0, 40, 300, 1, 64]
     k_lengths = [0, 40, 900, 129, 64]

@@ -391,7 +391,7 @@ def test_the_first_pair_that_shows_a_module_is_enough(monkeypatch):
 
 
 def test_the_smallest_gap_under_any_two_roundings_counts_for_each_token():
-    """Both runs have seven roundings: their own, and six that are drawn, of other numbers in each run."""
+    """Give each run seven roundings: its own, and six that are drawn, of other numbers than the other run's."""
 
     def packed(pack, i):
         if pack is documents:  # each token is right in one of the first runs

@@ -70,7 +70,7 @@ def test_parameters_without_a_gradient_are_named():
 @pytest.mark.parametrize("rate", [0.05, 0.5])
 @pytest.mark.parametrize("fault", ["", "maxtext#5198"])
 def test_nothing_holds_under_dropout(rate, fault):
-    """A step that is repeated shows what dropout moves: as a tolerance it would explain any error."""
+    """Repeated, a step shows what dropout moves: as a tolerance it would explain any error."""
     model, step, collate, _ = loops.make(fault)
     model.embed = torch.nn.Sequential(model.embed, torch.nn.Dropout(rate))
     report = check_step(step, collate, loops.documents(), model)
@@ -255,7 +255,7 @@ def test_our_packs_hold(name):
 
 @trl_trains
 def test_the_trainer_of_trl(tmp_path):
-    """The way of docs/check_step.md must work on TRL's own trainer, as it packs."""
+    """Following docs/check_step.md works on TRL's own trainer, as it packs."""
     found = {}
     for name in ("llama", "opt"):
         model = build_tiny_model(name, vocab_size=64)

@@ -342,7 +342,7 @@ def test_an_indexer_that_reads_other_documents_is_a_leak_with_ties_too():
 @current_models
 @pytest.mark.slow
 def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
-    """All positions are chosen until one more block is full: 35 tokens with blocks of 4."""
+    """Blocks of 4 let all positions be chosen until one more block is full, at 35 tokens."""
     config = CONFIG_MAPPING["glm5_next"](**zoo.shrink(CONFIG_MAPPING["glm5_next"]()))
     config.text_config.index_topk = 32
     config.text_config.index_kpool = 4

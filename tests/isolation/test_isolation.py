@@ -58,7 +58,7 @@ def test_a_model_that_is_isolated_and_not_equal_is_not_called_isolated_in_the_er
 
 
 def test_what_a_repeated_run_explains_has_a_cap(monkeypatch):
-    """The run is that of a model that draws random numbers, or whose states are not finite."""
+    """Play the run of a model that draws random numbers, or whose states are not finite."""
     monkeypatch.setattr(isolation.ProbeMeasurement, "_change_of_rerun", lambda self: float("inf"))
     report = check_isolation(build_tiny_model("mamba"), max_length=64)
     assert report.tolerance == MAX_NOISE
@@ -211,7 +211,7 @@ def test_half_precision_does_not_hide_a_leak_through_length(factor):
 
 
 def test_positions_that_are_exact_only_near_the_start_of_a_pack_are_found():
-    """The model counts rows of the pack in bf16, which has no odd number above 256."""
+    """Count rows of the pack in bf16, which has no odd number above 256."""
     model = build_tiny_model("llama")
 
     def count_in_half_precision(rotary, args, kwargs):
@@ -231,7 +231,7 @@ def test_positions_that_are_exact_only_near_the_start_of_a_pack_are_found():
     [(12, "neither"), (13, "tested"), (63, "tested"), (64, "unreachable"), (128, "unreachable"), (129, "neither")],
 )
 def test_a_threshold_is_tested_where_a_document_of_the_run_is_the_first_to_exceed_it(window, expected):
-    """The other documents of the probe have 13 tokens, those of the run at most 64, the model 129 positions."""
+    """Documents of the run have at most 64 tokens, the other documents of the probe 13; the model has 129 positions."""
     config = build_tiny_model("mistral", sliding_window=window, max_position_embeddings=129).config
     tested, unreachable = thresholds(config, 64, 13)
     assert ("sliding_window" in tested) is (expected == "tested")

@@ -120,7 +120,7 @@ def test_a_factor_is_no_leak_unless_it_removes_or_turns_the_gradient(factor, gap
 @pytest.mark.parametrize("kind", _misleading_packs(DOCUMENTS))
 @pytest.mark.parametrize("place", [0, 2])
 def test_each_misleading_pack_is_tested_at_both_ends(kind, place):
-    """The document in the middle has the neighbours of both ends."""
+    """Test the documents at both ends: the document in the middle has the neighbours of both."""
     misleading = [document["input_ids"] for document in _misleading_packs(DOCUMENTS)[kind]]
 
     def wrong(groups):

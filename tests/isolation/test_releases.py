@@ -20,7 +20,7 @@ def test_the_page_is_made_of_the_table():
 
 
 def test_both_surveys_agree_on_the_release_that_they_share():
-    """The other survey is docs/compatibility.csv, made with the probe and the repair."""
+    """Compare with the survey in docs/compatibility.csv, which is made with the probe and the repair."""
     stock = {(row.model_type, row.kind): row.stock_trl or "not judged" for row in compatibility.read(DOCS)}
     column = {key: row[TESTED] for key, row in TABLE.items() if row[TESTED]}
     assert len(column) > 250

@@ -35,7 +35,7 @@ def pack(lengths, low=16, high=128):
 
 
 def test_restarted_positions_need_no_groups_of_documents(monkeypatch):
-    """Each group uploads indices, and the host waits for every one."""
+    """Groups of documents upload indices, and the host waits for every group."""
     model = zoo.build_model("bart")
     packed_model(model).prove(model)
     monkeypatch.setattr(PackedForward, "repaired_batches", None)
@@ -96,7 +96,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.sweep) for name in "deepseek_v4 m
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [*HALF, *OTHERS])
 def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type, monkeypatch):
-    """An engine allows no gradient, and rounding hides at the end of the model what moves there; fp32 tells after."""
+    """Under an engine there is no gradient, and rounding hides what moves at the end of the model; fp32 tells after."""
     model = zoo.build_model(model_type).to(torch.bfloat16)
     with monkeypatch.context() as engine:
         engine.setattr("trl_packfix.isolation.probe.Probe.gradient", lambda *_: None)

@@ -137,7 +137,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
 @needs("hybrids")
 @needs("prefixes")
 def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
-    """The gated delta rule computes in fp32 in every dtype. In fp64 its rounding would still be that of fp32."""
+    """In every dtype, fp64 too, the gated delta rule computes in fp32 and has the rounding of fp32."""
     model, pristine = (zoo.build_model("qwen3_5_text") for _ in range(2))
     packed_model = PackedModel(model, torch.float32, "cpu", 64)
     packed_model.prove(model)

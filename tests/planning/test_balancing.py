@@ -61,7 +61,7 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
 
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_full_slots_are_filled_to_the_token(by_rank):
-    """A thousand random documents must fill 32 slots, with no token to spare."""
+    """Fill 32 slots with a thousand random documents and no token to spare."""
     lengths = np.random.default_rng(0).integers(20, 240, 1000)
     lengths[-1] += -lengths.sum() % 32
     capacity = int(lengths.sum()) // 32

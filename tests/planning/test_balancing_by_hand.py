@@ -38,7 +38,7 @@ def balance_step(monkeypatch, rows, packs, dealt, world_size=2, accumulation=1, 
 
 @pytest.mark.parametrize("more, is_dealt", [(2, 0), (3, 1)])
 def test_a_step_is_dealt_anew_if_ranks_wait_for_more_than_two_thousandths(monkeypatch, more, is_dealt):
-    """The first pack costs 1,000 and `more`, the other one 1,000 less as many, and their mean is 1,000."""
+    """Costs are 1,000 + `more` of the first pack and 1,000 - `more` of the second, so their mean is 1,000."""
     rows = [250, 250, 250, 250 + more, 250, 250, 250, 250 - more]
     packs = [[0, 1, 2, 3], [4, 5, 6, 7]]
     dealt = [np.array([0, 1, 2, 4]), np.array([3, 5, 6, 7])]
@@ -77,7 +77,7 @@ def test_a_slot_without_a_unit_is_no_better_step(monkeypatch):
 
 
 def test_ranks_that_wait_after_two_micro_steps_have_even_sums(monkeypatch):
-    """9 + 1 and 8 + 2: in the order of their costs they would be 9 + 2 and 8 + 1."""
+    """Ranks get costs of 9 + 1 and 8 + 2. In the order of their costs they would get 9 + 2 and 8 + 1."""
     rows = [9, 8, 2, 1]
     found, _ = balance_step(monkeypatch, rows, [[0], [1], [2], [3]], None, accumulation=2, synchronisation="step")
     assert [sum(rows[i] for pack in rank for i in pack) for rank in (found[::2], found[1::2])] == [10, 10]
@@ -266,21 +266,21 @@ def test_a_slot_without_a_partner_stays_above_its_capacity():
 
 
 def test_a_partner_that_did_not_help_one_slot_may_help_another():
-    """8 tokens in one document cannot take 5 of 5 + 5, for which 4 + 4 are found, but take 1 of 5 + 4 + 1."""
+    """Slots of one document of 8 tokens cannot take 5 of 5 + 5, which 4 + 4 can, but can take 1 of 5 + 4 + 1."""
     slots = slots_of([[0, 1], [2, 3, 4], [5], [6, 7]], 9, [5, 5, 5, 4, 1, 8, 4, 4])
     slots.relieve_slots()
     assert slots.room == [0, 0, 0, 0]
 
 
 def test_a_division_takes_at_least_a_token_from_the_slot():
-    """Of 6 + 6 and 8 tokens none is 9 to 11, and 12 would change nothing."""
+    """No division of 6 + 6 and 8 tokens leaves 9 to 11 in a slot, and one that leaves 12 would change nothing."""
     slots = slots_of([[0, 1], [2]], 9, [6, 6, 8])
     assert not slots.divide_pair(0, 1)
     assert slots.documents == [[0, 1], [2]]
 
 
 def test_a_slot_may_lose_all_documents_that_are_divided():
-    """The four shortest documents have the four tokens that are too many."""
+    """Four tokens are too many, which the four shortest documents have."""
     slots = slots_of([[*range(7)], []], 12, [10, 1, 1, 1, 1, 1, 1])
     assert slots.divide_pair(0, 1)
     assert slots.room == [0, 8]

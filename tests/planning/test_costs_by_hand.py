@@ -82,7 +82,7 @@ def test_many_tokens_do_not_overflow():
 
 
 def test_llama_of_7b_by_hand():
-    """Each token meets 6.61 billion parameters, those of the embedding not included; a pair costs two products."""
+    """Tokens meet 6.61 billion parameters, without the parameters of the embedding; a pair costs two products."""
     parameters = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
     assert LLAMA_7B.per_token == 2 * parameters
     assert LLAMA_7B.per_pair == 32 * 32 * 2 * (128 + 128)
@@ -225,5 +225,5 @@ def test_a_config_without_heads_has_no_attention():
     ],
 )
 def test_towers_by_hand(fields, per_value, per_pair):
-    """The last two towers have windows of 3 x 3 patches in three layers, and of 2 x 2 patches in all five."""
+    """Windows of the last two towers are of 3 x 3 patches in three layers, and of 2 x 2 patches in all five."""
     assert tower_costs_of(SimpleNamespace(**fields), 120.0) == TowerCosts(per_value, per_pair)

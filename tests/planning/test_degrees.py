@@ -108,7 +108,7 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(num, seed, a
 
 
 def test_the_exchange_sends_what_ulysses_sends():
-    """The exchange of 8 ranks of one node must send what is counted by hand.
+    """Count by hand what 8 ranks of one node exchange.
 
     It is 7/8 of the queries, keys, values and outputs of a token, in three passes and in bf16.
     """

@@ -263,7 +263,7 @@ def test_every_setting_has_its_own_file(tmp_path):
 
 
 def test_each_file_of_the_package_is_part_of_the_code(tmp_path):
-    """Each cache depends on `PREPARATION_SOURCE_HASH`.
+    """Caches depend on `PREPARATION_SOURCE_HASH`.
 
     A plan that some ranks find and others make must be the same on all of them.
     """

@@ -186,7 +186,7 @@ def test_an_epoch_is_scheduled_once_until_another_one_is_wanted():
 def test_a_plan_of_too_many_packs_is_replaced_by_the_first_in_another_order(
     monkeypatch, num_packs, drop_last, is_first
 ):
-    """The first plan has two packs, which are two steps. A later plan has as many packs as the test says."""
+    """Plan two packs first, which are two steps. A later plan has as many packs as the test says."""
 
     def plan(packing, units, epoch, block=None):
         offsets = [0, 4, 8] if epoch == 0 else np.linspace(0, 8, num_packs + 1).astype(int)

@@ -136,7 +136,7 @@ def test_the_rest_of_an_epoch_on_other_ranks_is_in_random_order(run):
 
 
 def test_packs_that_are_halved_keep_their_places():
-    """An epoch of fewer packs than steps halves some. A pack of one long document is never halved."""
+    """Epochs of fewer packs than steps halve some packs. A pack of one long document is never halved."""
     trend = Trend()
     for seed in range(20):
         documents = documents_of(lengths_of(400, seed % 8))

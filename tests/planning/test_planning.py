@@ -251,7 +251,7 @@ def test_the_numbers_of_a_plan_by_hand():
 
 
 def test_the_settings_that_a_restart_compares():
-    """A restart compares with its default a field that is not saved."""
+    """Restarts compare a field that is not saved with its default."""
     packing = Packing(max_length=8)
     compared = {change.compared_as: change.default for change in CHANGES.values() if change.compared_as}
     on_streams = {change.compared_as for change in CHANGES.values() if change.on_streams}

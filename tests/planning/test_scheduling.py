@@ -170,7 +170,7 @@ def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
 
 
 def test_unpacked_order_is_that_of_the_stock_trainer(tmp_path, tokenizer, tiny_model):
-    """The promise of `minibatch` stands on accelerate's seedable sampler; this fails when it changes."""
+    """Fail when accelerate changes its seedable sampler, on which the promise of `minibatch` stands."""
     import trl
 
     rows = Dataset.from_dict({"text": [chr(97 + i) * 4 for i in range(13)]})

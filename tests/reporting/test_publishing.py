@@ -202,7 +202,9 @@ def test_numbers_that_were_saved_are_read_back(run, output):
 
 
 def test_the_page_of_a_run_that_has_not_ended(run, output, tmp_path, capsys, monkeypatch):
-    """Its log is that of its newest checkpoint. Texts of a run are no HTML. Without matplotlib nothing is drawn."""
+    """Read the log from the newest checkpoint of the run. Texts of a run are no HTML. Without matplotlib nothing is
+    drawn.
+    """
     report = run.packing_report
     replace(report, model="<b>a model</b>").save(tmp_path)
     assert read_run(tmp_path).log == []

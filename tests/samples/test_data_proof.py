@@ -558,7 +558,7 @@ def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
 
 
 def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
-    """The check must use the template and the turns that the settings choose, and not change the tokenizer."""
+    """Check with the template and the turns that the settings choose, and leave the tokenizer unchanged."""
     tokenizer = tokenizer_with("qwen3")
     rows = Dataset.from_list([CASES["early thought"].row] * 3)
     assert [each.num_rows for each in check_data(rows, tokenizer).findings] == [3]

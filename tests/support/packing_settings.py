@@ -11,7 +11,7 @@ START = {"strategy": "stream", "batch_size": 4, "max_length": 512, "accumulation
 
 
 class Change(NamedTuple):
-    """Another value of a field of `Packing`.
+    """Value of a field of `Packing` that differs from `START`.
 
     Attributes:
         value: the other value; all other fields are as in `START`.

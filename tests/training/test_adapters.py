@@ -32,7 +32,7 @@ class Fused(torch.nn.Module):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("layers", [(0, 1), (1,), ()], ids=str)
 def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path):
-    """Only a name whose adapters are all left out is refused: with one of two layers fused, the other one learns."""
+    """Names are refused if all their adapters are left out: with one of two layers fused, the other one learns."""
     model = build_tiny_model()
     for layer in layers:
         model.model.layers[layer].mlp = Fused(model.model.layers[layer].mlp)

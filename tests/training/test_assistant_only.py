@@ -291,7 +291,7 @@ def joined(labels):
 @needs("images")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_turns_of_rows_with_images(family, tmp_path):
-    """Each answer of a conversation is trained, or not, around the placeholders of images; packed and unpacked."""
+    """Answers of a conversation are trained, or not, around the placeholders of images; packed and unpacked."""
     data, expected = without_first_answers(tmp_path, "train")
     settings = {"dataset": data, "max_length": 4000, "assistant_only_loss": True, "message_train_key": "train"}
     run = vision.make(tmp_path, family, **settings)
@@ -314,7 +314,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
 @needs("images")
 @pytest.mark.parametrize("last", [False, True])
 def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
-    """With `per_turn` a turn of weight 0, or an earlier one, makes no sample and is context of the others."""
+    """Under `per_turn` a turn of weight 0, or an earlier one, makes no sample and is context of the other turns."""
     data, expected = without_first_answers(tmp_path, "weight")
     expected = [texts[-1:] if last else texts for texts in expected]
     settings = {"max_length": 4000, "per_turn": True, "assistant_turns": "last" if last else "all"}

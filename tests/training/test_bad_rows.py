@@ -90,7 +90,7 @@ def test_only_ten_rows_are_named_and_the_number_of_processes_makes_no_difference
 
 
 def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_path, monkeypatch):
-    """A second start must find the tokens again with "drop", too."""
+    """Find the tokens again at a second start, also with "drop"."""
     maps = []
     run_map = Dataset.map
 

@@ -45,7 +45,7 @@ def traces():
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_6"])
 def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
-    """The templates as models ship them have no generation markers; TRL brings its own for training."""
+    """Templates as models ship them have no generation markers; TRL brings its own for training."""
     tokenizer = tokenizer_with(template)
     assert "generation %}" not in tokenizer.chat_template
     settings = {"max_length": 1500, "assistant_only_loss": True, "num_train_epochs": 1}

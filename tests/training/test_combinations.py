@@ -210,7 +210,7 @@ def message_of(folder, *chosen: Condition, constructs: bool = False, **settings)
 
 
 def test_every_choice_is_made_and_nothing_else_is_chosen():
-    """A row whose choice is never made would pass below, and so would one that is always made."""
+    """Make every choice somewhere: rows whose choice is never made, or always, would pass below."""
     every = {choice for choice in vars(of).values() if isinstance(choice, Condition)}
     named = {choice for feature in CONFLICTS for choice in (feature.choice, *feature.conflicts)}
     assert every == named == set(MADE)
@@ -220,7 +220,7 @@ def test_every_choice_is_made_and_nothing_else_is_chosen():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("feature, other", ROWS, ids=lambda each: getattr(each, "choice", each).name)
 def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
-    """The constructor of the trainer must refuse a row, where it is not the engine or the first step that says it."""
+    """Refuse a row in the constructor of the trainer, where it is not the engine or the first step that says it."""
     constructs = not {"accelerator", "user_loss", "user_loader"} & {*MADE[feature.choice], *MADE[other]}
     unpacked = {} if feature.choice == of.PACKING or other not in REFUSED_IN_PACKS else {"packing": False}
     text = message_of(tmp_path, feature.choice, other, constructs=constructs, **unpacked)

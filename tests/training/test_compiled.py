@@ -179,7 +179,7 @@ def test_it_is_said_if_nothing_is_compiled(tmp_path, capsys):
 @compiles_inputs
 @pytest.mark.parametrize("part, checkpoints", [("", True), ("mlp.down_proj", False)])
 def test_a_layer_that_torch_runs_as_it_is_does_not_count(part, checkpoints, flash_on_cpu, tmp_path):
-    """The second of two layers cannot be traced, as a whole or in one module."""
+    """Disable tracing of the second of two layers, as a whole or in one module."""
     model = build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
     module = model.model.layers[1].get_submodule(part)
     module.forward = torch.compiler.disable(module.forward)

@@ -285,7 +285,7 @@ def test_a_run_of_two_ranks_continues_on_one(result, folder, strategy):
 
 
 def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
-    """Each step of this stream is a pass of 12 documents."""
+    """Steps of this stream each have 12 documents."""
     assert launch["ddp", "restart_images_stream"]
     settings = {"max_steps": 6, "optim": "adamw_torch"}
     one = make_trainer(folder, ROWS["images_stream"], **settings)
@@ -297,7 +297,7 @@ def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
 
 @pytest.mark.parametrize("engine", ["zero3"])
 def test_the_checkpoint_of_another_engine_is_refused(result, folder):
-    """The Trainer would not find the optimizer state, and would not say so."""
+    """Refuse it, because the Trainer would not find the optimizer state, and would not say so."""
     found = result("restart_zero3")
     one = scenarios.make(folder, num=60, gradient_accumulation_steps=4, **restarts.THREE_EPOCHS)
     with pytest.raises(ValueError, match="`engine` was 'deepspeed' and is 'none'"):

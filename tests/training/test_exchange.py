@@ -69,7 +69,7 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
 
 
 def test_a_rank_that_is_alone_communicates_with_no_rank(monkeypatch):
-    """Every operation of a group of one returns what it got, or zeros where other ranks would send rows."""
+    """Operations of a group of one return what they got, or zeros where other ranks would send rows."""
     monkeypatch.setattr(group, "dist", None)
     monkeypatch.setattr(exchange, "exchange_pieces", None)
     alone = Group()

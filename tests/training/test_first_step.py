@@ -287,7 +287,7 @@ def test_a_fault_is_named(tmp_path, fault, settings, named):
 
 @pytest.mark.parametrize("fault, helps", [("boundaries lost", True), ("labels rolled", False)])
 def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
-    """With "repair" documents run as rows, as after a leak that the proof has found. A fault of the loss is refused."""
+    """Under "repair" documents run as rows, as after a leak that the proof found. A fault of the loss is refused."""
     trainer = make(tmp_path, on_leak="repair")
     compared = []
     right = FirstStep.compare

@@ -148,7 +148,7 @@ def test_a_loss_differs_above_a_ten_thousandth_and_a_gradient_above_a_thousandth
 
 
 def test_rounding_raises_the_limits_to_three_times_its_change():
-    """The change of a drawn rounding is measured from the packed step, whose loss is 1.01, and not from the other."""
+    """Measure the change of a drawn rounding from the packed step, whose loss is 1.01, not from the unpacked one."""
     step = ScriptedFirstStep(lambda: gradients_of(1.01 + 0.004 * (step._probe.draw is not None)))
     found = step.compare()
     assert found.problem is None
@@ -230,7 +230,7 @@ def test_forward_passes_wait_for_other_ranks_of_an_engine(num_ranks, has_engine,
 
 
 def test_no_gradient_is_left_behind():
-    """An optimizer with weight decay would change a parameter whose gradient is 0."""
+    """Gradients are None after the step: weight decay would change a parameter whose gradient is 0."""
     step = ScriptedFirstStep()
     parameter = next(step._trainer.model.parameters())
     parameter.grad = torch.ones_like(parameter)
@@ -635,7 +635,7 @@ def test_ranks_that_wait_for_each_other_compare_together():
 
 @pytest.mark.parametrize("gap, draws", [(0.99e-4, 0), (1.01e-4, 6)])
 def test_states_of_a_long_document_differ_above_a_ten_thousandth(gap, draws):
-    """The states of a token are (1, value), so a value of d is a distance of d times the square root of 2."""
+    """States of a token are (1, value), so a value of d is a distance of d times the square root of 2."""
     step = ScriptedFirstStep()
     step._probe.packed = lambda pack, i: gap / 2**0.5
     if draws:
@@ -742,7 +742,7 @@ def test_what_differs_is_named():
 
 
 def test_the_document_that_differs_is_named():
-    """Each document of the first pack is trained alone in it, with the labels of the others masked."""
+    """Train each document of the first pack alone in it, with the labels of the other documents masked."""
     step = ScriptedFirstStep()
     step._parameter_names = ["first", "second"]
     documents = [document_of(5, 2), document_of(6, 3)]

@@ -141,7 +141,7 @@ def capped(model_type):
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "xlstm"])
 def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
-    """Both types have the cap under names of their own, which TRL 1.16 does not read: 58.0 for 27.9, 92.1 for 32.5."""
+    """Caps have other names in these types, which TRL 1.16 does not read: 58.0 for 27.9, 92.1 for 32.5."""
     ids = torch.randint(16, 250, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = capped(model_type)(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
@@ -155,7 +155,7 @@ def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "chameleon"])
 def test_a_head_that_leaves_something_out_is_said(model_type, tmp_path, monkeypatch):
-    """A cap, and a mask of the tokens of images, must be said also at the small logits of a model without training.
+    """Say a cap, and a mask of the tokens of images, also at the small logits of a model without training.
 
     The first step, whose packs are right, must be compared with that head.
     """

@@ -32,7 +32,7 @@ def test_the_first_steps_say_that_checkpointing_is_not_needed(tmp_path, monkeypa
 
 
 def test_nothing_is_said_if_it_does_not_fit(tmp_path, monkeypatch):
-    """What checkpointing saves of a full micro-batch is added to what the GPU took."""
+    """Add what checkpointing saves of a full micro-batch to what the GPU took."""
     method = TrainingMethod(lora=True, engine="DDP")
     sizes = count_model(build_tiny_model().config, method, LORA)
     peaks = [predict_peak(sizes, method, tokens=128, gpus=1, checkpointing=each).total for each in (False, True)]

@@ -96,7 +96,7 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
 
 @pytest.mark.parametrize("has_images", [False, True])
 def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(has_images):
-    """The ranks of a group have one seed: without their own generators, equal places would get equal noise.
+    """Ranks of a group have one seed: without their own generators, equal places would get equal noise.
 
     With images each rank embeds the whole pack, and its decoder gets the rows of its part.
     """

@@ -319,7 +319,7 @@ def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_p
 
 
 def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
-    """A share that is set later must change nothing, as in TRL. In packs it is refused (`test_replaced.py`)."""
+    """Setting the share later changes nothing, as in TRL. In packs it is refused (`test_replaced.py`)."""
     ends = []
     for share in (0.1, 0.3):
         run = trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
@@ -330,7 +330,7 @@ def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
 
 
 def test_the_last_line_is_of_the_whole_training(tmp_path):
-    """The last window has one step of five: `train()` returns what the run did."""
+    """Return from `train()` what all five steps did, though the last window has one step."""
     rows = halves().add_column("source", [f"s{i % 2}" for i in range(24)])
     settings = {"logging_steps": 4, "max_steps": 5, "gradient_accumulation_steps": 2, "source_column": "source"}
     run = trainer(tmp_path, rows, learning_rate=0.0, **settings)

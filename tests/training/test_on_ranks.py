@@ -271,7 +271,7 @@ def test_the_proof_on_parts_finds_faults_and_places_them(planted):
 @pytest.mark.faults
 @needs("hybrids")
 def test_the_proof_on_parts_finds_faults_of_mixers(planted):
-    """A halo that sends no gradient back moves no state: only the gradient of a document shows it."""
+    """Halos that send no gradient back move no state: only the gradient of a document shows the fault."""
     found = planted["ddp", "faults_of_mixers"]
     assert len(found) == sum(map(len, OF_HYBRIDS.PLANTED_IN_MIXERS.values()))
     for (kind, fault), (is_right, said) in found.items():

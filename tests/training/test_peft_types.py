@@ -68,7 +68,7 @@ def trained(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_type_trains_as_in_stock_trl_or_is_refused_in_packs(kind, tmp_path):
-    """The forms of rows come in turns, so that each is trained with many types."""
+    """Forms of rows come in turns, so that each is trained with many types."""
     form = [*FORMS][TYPES.index(kind) % len(FORMS)]
     start, expected, loss = trained(run_of(tmp_path, kind, form, make=stock))
     assert not torch.equal(expected, start)

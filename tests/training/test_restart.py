@@ -308,7 +308,7 @@ class Killed(Exception):
 
 
 def test_a_checkpoint_that_is_written_again_is_not_vouched_for_by_the_first(folder, monkeypatch):
-    """A run that resumes further back writes later checkpoints again; the files may have the same sizes."""
+    """Runs that resume further back write later checkpoints again, whose files may have equal sizes."""
 
     def die(self, output_dir):
         raise Killed
@@ -341,7 +341,7 @@ def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder,
 
 
 def test_a_checkpoint_that_is_written_again_is_whole(folder):
-    """The report and what other callbacks write come after the sizes are noted, over the files of the run before."""
+    """Reports and what other callbacks write replace files of the run before, after the sizes are noted."""
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "packing_report.json").write_text("of another length")
     again = resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5, packing_report=True)

@@ -98,7 +98,7 @@ def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant,
 
 
 def test_attention_set_between_trainers_is_what_the_model_gets_back(tmp_path):
-    """The choice for packs stands on the model's own attention, which may change after a trainer was built."""
+    """Choose for packs by the model's own attention, which may change after a trainer was built."""
     model = build_tiny_model()
     first, second = (build("packed", model, tmp_path) for _ in range(2))
     with first.packed_model.attending():  # built, proved and used while another trainer's packs run

@@ -285,7 +285,7 @@ def test_a_run_and_its_restart_are_the_loop_by_hand(packing, is_stream, weightin
 
 @pytest.mark.processes
 def test_sources_of_an_unpacked_stream_are_those_of_the_table(tmp_path):
-    """Each worker reads a shard, and meets the sources in another order than the trainer does."""
+    """Workers each read a shard, and meet the sources in another order than the trainer does."""
     shards = [ROWS.shard(2, i, contiguous=True) for i in range(2)]
     batches = [shard.select(range(2 * i, 2 * i + 2)) for i in range(len(shards[0]) // 2) for shard in shards]
     table = concatenate_datasets(batches)

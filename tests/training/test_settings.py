@@ -247,7 +247,9 @@ def test_processes_without_a_gpu_are_refused_before_they_meet(processes_without_
 
 
 def test_a_config_for_a_gpu_names_what_is_missing_where_there_is_none(monkeypatch, tmp_path):
-    """As in the first lines of README. The message of transformers names neither the driver nor the default."""
+    """Name the driver and the default where the first lines of README fail. The message of transformers names neither
+    the driver nor the default.
+    """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     for given in ({}, {"bf16": True}):
         with pytest.raises(ValueError, match=r"`bf16=True` was given or is the default, without `use_cpu`, and no GPU"):

@@ -82,7 +82,7 @@ def test_user_code_that_sums_trains_as_unpacked(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (*_, is_mean) in USER_CODE.items() if is_mean])
 def test_means_of_one_document_train_as_unpacked(name, tmp_path):
-    """With one document per micro-batch both runs take the same means. Dummies of the last step must not count."""
+    """If each micro-batch has one document, both runs take the same means. Dummies of the last step must not count."""
     packed, unpacked = run_both(tmp_path, name, per_device_train_batch_size=1)
     assert len(packed.train_dataset) % 3 != 0, "no dummy"
     assert difference(packed, unpacked) < 5e-6
@@ -168,7 +168,7 @@ def test_even_targets_keeps_units_and_capacity_and_is_never_less_even(units, num
 
 @needs("prefixes")
 def test_families_are_evened_out_too(tmp_path):
-    """A family has the trained tokens of all its documents."""
+    """Families count the trained tokens of all their documents."""
     begin = list(range(10, 50))
     data = Dataset.from_dict({"input_ids": [begin + [60 + i] * (1 + i % 9) for i in range(40)]})
     settings = {"share_prefixes": "family", "packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
@@ -251,7 +251,7 @@ def test_the_trained_model_without_boundaries_is_refused(tmp_path):
 
 
 def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path):
-    """A teacher that gets each document alone is right, and so is a table of weights by token."""
+    """Teachers that get each document alone are right, and so is a table of weights by token."""
 
     class Alone(SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

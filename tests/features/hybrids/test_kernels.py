@@ -101,7 +101,7 @@ def test_trainings_on_the_kernels(found):
 @pytest.mark.processes
 @current_models
 def test_kernels_with_boundaries_need_no_read_of_the_host(found):
-    """The scan of Mamba-1 takes none: its rows of documents are made on the host, once per pack."""
+    """Boundaries go to all kernels but the scan of Mamba-1, for which the host makes rows once per pack."""
     rows = {row["type"]: row for row in found["reads"]}
     assert rows.keys() == {"lfm2", "bamba", "jamba"}
     for name, row in rows.items():

@@ -61,12 +61,12 @@ PACKAGES = {
 
 @pytest.mark.parametrize("model_type, packages", PACKAGES.items())
 def test_packages_with_kernels_are_named(model_type, packages):
-    """Each package that transformers looks for must have the name that pip has for it."""
+    """Packages that transformers looks for have the name that pip has for them."""
     assert MIXERS.missing_packages(zoo.build_model(model_type)) == packages
 
 
 def test_transformers_has_no_other_function_with_a_kernel():
-    """A release with a new kind of mixer fails here, and its functions get an entry in `MIXER_REPLACEMENTS`."""
+    """Fail on a release with a new kind of mixer, whose functions then get an entry in `MIXER_REPLACEMENTS`."""
     pattern = re.compile(r'^@use_kernel_func_from_hub_with_fallback\("(\w+)".*\)\n(?:@.*\n)*def (\w+)', re.MULTILINE)
     folder = Path(transformers.__file__).parent / "models"
     found = {pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())}
@@ -135,7 +135,7 @@ def overlapping(first, second):
 
 
 def test_two_threads_run_packs_at_once():
-    """The second pack still separates its documents after the first one has put its functions back."""
+    """After the first pack has put its functions back, the second pack still separates its documents."""
     models = [zoo.build_model("qwen3_next", seed=seed).train() for seed in (0, 1)]
     before = functions(models[0])
     packs = pack(5, 4), pack(3, 7)
@@ -161,7 +161,7 @@ def test_two_threads_run_packs_at_once():
 
 
 def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
-    """One thread evaluates a model of the same type while another trains on a pack."""
+    """Evaluate a model in one thread while another thread trains a model of its type on a pack."""
     trained, evaluated = (zoo.build_model("qwen3_next", seed=seed) for seed in (0, 1))
     trained.train().set_attn_implementation("packfix_varlen")
     mark_packed_forwards(trained)
@@ -206,7 +206,7 @@ def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
 
 @pytest.mark.slow
 def test_what_is_not_found_is_repaired(monkeypatch):
-    """A function that transformers has renamed is not found."""
+    """Functions that transformers has renamed are not found, so their module is repaired."""
     names = [name for name in MIXER_FUNCTIONS if name != "mamba2_chunk_scan"]
     monkeypatch.setattr(mixer_support, "MIXER_FUNCTIONS", names)
     model = zoo.build_model("bamba")
@@ -251,7 +251,7 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
 
 
 def test_ranks_share_no_pack_whose_documents_share_prefixes():
-    """The trainer refuses it before; this is for types that it does not know."""
+    """Refuse it here for types that the trainer does not know; it refuses the others earlier."""
     module = sys.modules[type(build_tiny_model("lfm2").model.layers[0]).__module__]
     pack = running(17, group=Group(2), part_tokens=9, kv_index=torch.arange(17))
     with pytest.raises(ValueError, match="part of a pack on 2 ranks whose documents share prefixes .*tokens_per_rank"):
@@ -259,7 +259,7 @@ def test_ranks_share_no_pack_whose_documents_share_prefixes():
 
 
 def test_boundaries_of_kernels_need_no_host():
-    """A fake tensor raises where the host would read it."""
+    """Use fake tensors, which raise where the host would read them."""
     with FakeTensorMode():
         pack = running(5, 1, 2, 9)
         assert mixers._boundary_tensor(pack, "seq_idx", 17).shape == (1, 17)
@@ -271,7 +271,7 @@ def test_boundaries_of_kernels_need_no_host():
 
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
 def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
-    """Every piece has the same parent if there is only one common beginning."""
+    """If there is only one common beginning, every piece has it as its parent."""
     right = prefixes.levels_of
     right_stretches = mixers._rows_with_context
 
@@ -372,7 +372,7 @@ def test_a_triton_kernel_without_a_gpu_is_named():
 
 @pytest.mark.parametrize("is_trained, is_fused", [(True, True), (False, False), (None, False)])
 def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is_trained, is_fused, monkeypatch):
-    """An adapter freezes the weight of the projection, and the kernel would leave the adapter out."""
+    """Adapters freeze the weight of the projection, and the kernel would leave the adapter out."""
     monkeypatch.setattr(mixers, "takes_argument", lambda inner, name: name == "seq_idx")
     weight = None if is_trained is None else torch.zeros(4, 4, requires_grad=is_trained)
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)

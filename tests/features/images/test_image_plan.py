@@ -64,7 +64,7 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
 
 @pytest.mark.parametrize("modules", ["all-linear", r".*language_model.*q_proj"])
 def test_a_tower_without_adapters_costs_less(modules, workplace, tmp_path, printed):
-    """With LoRA, whether the vision tower gets adapters decides whether it has a backward pass."""
+    """Under LoRA the vision tower has a backward pass only if it gets adapters."""
     words = ["--max-length", 80, "--batch-size", 2, "--use_peft", "--lora_target_modules", modules]
     (planned,) = printed("plan", workplace / "rows.parquet", "--model", workplace / "model", *words)["plans"]
     adapters = {"peft_config": LoraConfig(target_modules=modules)}

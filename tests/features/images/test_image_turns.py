@@ -139,7 +139,7 @@ def test_what_strips_nothing_or_does_not_end_is_said(tmp_path, caplog):
 
 
 def test_images_of_plain_messages_belong_to_the_first_of_the_user():
-    """The first message of the user must have the images, as in TRL; a greeting before it has none."""
+    """Give the images to the first message of the user, as in TRL; a greeting before it has none."""
     messages = [{"role": role, "content": "a"} for role in ("system", "assistant", "user", "assistant")]
     conversation = Conversation.from_row({"messages": messages}, TURNS[0]["images"][:2])
     processor = build_processor("llava")

@@ -241,7 +241,7 @@ def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
 
 
 def test_positions_over_the_whole_row_are_found():
-    """A pack of a model with M-RoPE may have one of two faults: positions made for the row, or of text only."""
+    """Packs of a model with M-RoPE may have one of two faults: positions made for the row, or of text only."""
     model = build_model("qwen2_5_vl")
     examples = image_families.make_examples("qwen2_5_vl", model)
     assert check_isolation(model, 512, images=examples).equal
@@ -261,7 +261,7 @@ AS_ROWS = ("gemma3", "gemma4", *["paligemma"] * (not IS_5_24))
     "family", [pytest.param(name, marks=gemma3_leaks) if name == "gemma3" else name for name in JUDGED]
 )
 def test_families_are_right_in_both_dtypes(family):
-    """The probe must pass, and the judge find logits and every gradient right in unequal layouts.
+    """In unequal layouts the probe passes, and the judge finds logits and every gradient right.
 
     The judge must see, too, what stock concatenation does.
     """

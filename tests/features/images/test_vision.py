@@ -24,7 +24,7 @@ UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_fragments_train_as_documents_of_their_own(family, tmp_path):
-    """The gradient of a step on packs is that of all fragments alone, in batches of one."""
+    """Fragments train in packs to the gradient that they give alone, in batches of one."""
     settings = {"packing_strategy": "bfd_split", "max_length": 56, "per_device_train_batch_size": 6, "max_steps": 1}
     run = make(tmp_path, family, **settings)
     assert run.data.source.documents.ledger.split.documents > 2
@@ -53,7 +53,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
 
 
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
-    """The FLOPs of the pack in the tower must count once, too: each rank of a group gets all its images."""
+    """Count the FLOPs of the pack in the tower once, too: each rank of a group gets all its images."""
     run = make(tmp_path)
     documents = [run.data.source.reader.read(row, 0, run.data.source.documents.lengths[row]) for row in range(4)]
 

@@ -123,7 +123,7 @@ def test_documents_are_those_of_the_table(source, settings, tmp_path):
 
 
 def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
-    """A chunk more is read at a time. The bound makes more packs only where nothing fits."""
+    """Read a chunk more at a time. The bound makes more packs only where nothing fits."""
     packed = stream(streams_of("table", 1), batch_size=2)
     waiting = []
     for _ in islice(packed, 20):
@@ -212,7 +212,7 @@ def test_a_restart_with_another_processor_is_refused():
 
 
 def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
-    """The first row of a stream may be the same on all ranks, and a later one not."""
+    """Compare every step: the first row of a stream may be the same on all ranks, and a later one not."""
     settings = SGD | {"max_steps": 9, "dataloader_num_workers": 1, "dataloader_in_order": False}
     run = make(tmp_path, "llava", streams_of("table"), **settings)
     loader = run.get_train_dataloader()

@@ -397,7 +397,7 @@ def test_eval_mode_is_compared_by_itself():
 
 
 def test_outputs_of_rows_are_refused():
-    """A classifier of BERT's kind reads the state of each row's first token, pooled below its head."""
+    """Classifiers of BERT's kind read the state of each row's first token, pooled below their head."""
     config = BertConfig(**{"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4})
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     model = BertForSequenceClassification(config).train()
@@ -430,7 +430,7 @@ def test_models_that_give_rewards_are_packed(tmp_path):
 
 
 def test_the_gradient_is_compared(monkeypatch):
-    """A fault that only the backward has must be found."""
+    """Find a fault that only the backward has."""
 
     class Halved(torch.autograd.Function):
         @staticmethod
@@ -620,7 +620,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("engine", on_ranks.RUNS)
 def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
-    """Each engine must reach the weights of the stock trainer under DDP."""
+    """Under each engine training reaches the weights of the stock trainer under DDP."""
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
     references = {name: ranks["ddp", name]["weights"] for name in on_ranks.REFERENCES}

@@ -89,7 +89,7 @@ def token_lists(draw):
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), block=st.sampled_from([1, 10**6]), seed=st.integers(0, 2**32))
 def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
-    """The order must be right of all documents, and of each group of them, for which no token is read."""
+    """Sort all documents rightly, and each group of them without reading a token."""
     found = sorted_by_tokens(documents, block)
     order, common = naive_order(documents)
     assert found.order.tolist() == order
@@ -457,7 +457,7 @@ def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(cap
 
 @pytest.mark.parametrize("name", ["off", "pack"])
 def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monkeypatch):
-    """What `plan` estimates by sorting documents is measured in training."""
+    """Training measures what `plan` estimates by sorting documents."""
     read: list[int] = []
     monkeypatch.setattr(TokenReader, "read_first_tokens", lambda self, *args, **kwargs: read.append(1))
     settings = {"max_length": 96, "per_device_train_batch_size": 4, "max_steps": 2}

@@ -62,7 +62,7 @@ EIGHT = torch.tensor([8])
 @example([[A, B], [A, A], [B, A]], 8)
 @given(st.lists(DOCUMENT, min_size=2, max_size=6), st.sampled_from([None, 8]))
 def test_every_document_has_its_own_images(found, multiple):
-    """The rows of a document must have its tokens and its images, wherever these were computed.
+    """Rows of a document have its tokens and its images, wherever these were computed.
 
     No run may begin inside an image.
     """
@@ -151,7 +151,7 @@ def test_the_probe_sees_images_of_others(fault):
 
 
 def test_the_probe_sees_images_without_a_gradient():
-    """The states are right, and in packs that share no gradient reaches the images."""
+    """States are right, but in packs that share rows no gradient reaches the images."""
     model, packed = proved("llava")
     is_image = []
 
@@ -229,7 +229,7 @@ def without_now(row):
 
 
 def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
-    """A shared token has one next token, so the last of the image is not shared, and no run begins inside an image."""
+    """Because a shared token has one next token, the last token of the image is not shared; no run begins inside it."""
     data = QUESTIONS.map(without_now, features=QUESTIONS.features)
     run = make(tmp_path, "llava", data, packing_strategy="bfd", share_prefixes="family", max_length=128)
     run.get_train_dataloader()

@@ -105,7 +105,7 @@ CHAT = [[*range(1, 2 * n + 1), 9, n, 9] for n in range(1, 5)] + [[*range(1, 9), 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
-    """Each launch must copy the keys of some runs."""
+    """Launches each copy the keys of some runs."""
     shared = pack_of(packed(CHAT))
     num_rows = int(shared.cu_seq_lens_q[-1])
     num_keys = len(shared.kv_index)
@@ -263,7 +263,7 @@ def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_t
 
 
 def test_modules_see_no_boundaries_of_runs(tiny_model):
-    """A module that reads `cu_seq_lens_q` would take runs for documents."""
+    """Modules that read `cu_seq_lens_q` would take runs for documents."""
     model, _ = prepared(tiny_model, "llama")
     seen = []
     model.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)

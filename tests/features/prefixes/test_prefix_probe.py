@@ -79,7 +79,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
 
 
 def test_the_probe_sees_keys_without_a_gradient():
-    """The states are right, and no gradient reaches the shared tokens: only the comparison of gradients shows it."""
+    """States are right, but no gradient reaches the shared tokens: only the comparison of gradients shows it."""
     model = build_tiny_model("llama")
     packed = packed_model(model)
     packed.prove(model)
@@ -111,7 +111,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     ],
 )
 def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(model_type, config, settings, reason):
-    """The probe runs without dropout, so its rate is read from the config."""
+    """Read the rate of dropout from the config, because the probe runs without dropout."""
     model = zoo.build_model(model_type, **config)
     packed = packed_model(model, **settings)
     packed.prove(model)

@@ -52,7 +52,7 @@ def logged(found, name: str) -> list[float]:
 
 
 def test_flops_are_those_of_the_computed_tokens(tmp_path):
-    """A token costs what it adds to the cost of its document, and a shared token costs it once."""
+    """Count for a token what it adds to the cost of its document, and count a shared token once."""
     found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
@@ -164,7 +164,7 @@ def test_losses_of_the_user_are_evaluated_whole(tmp_path):
 
 
 def test_documents_with_other_labels_do_not_share(tmp_path):
-    """The plan of an evaluation does not count on rows that are not shared, or packs would be too large."""
+    """Plan an evaluation of such documents without counting on shared rows, or packs would be too large."""
     stem = list(range(5, 75))
     rows = [{"input_ids": [*stem, 80 + i, 90], "labels": [*stem, 80 + i, 90 - i % 2]} for i in range(8)]
     data = Dataset.from_list(rows)

@@ -20,7 +20,7 @@ def test_a_batch_in_which_documents_share_rows_says_so():
 
 
 def test_two_packs_that_share_other_rows_have_other_checksums():
-    """The tokens, the labels and the boundaries of their runs are the same."""
+    """Compare two packs that have equal tokens, labels and boundaries of runs."""
     documents = turns([6, 6, 6])
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=2)(documents)
     keys = batch[LAYOUT_KEY].kv_index.clone()
@@ -30,7 +30,7 @@ def test_two_packs_that_share_other_rows_have_other_checksums():
 
 
 def test_the_router_statistic_counts_a_row_once_for_each_document():
-    """The statistic of the documents alone, end to end, must be that of the rows with their counts."""
+    """Rows with their counts give the statistic of the documents alone, end to end."""
     documents = turns([6, 4, 9])
     batch = PrefixCollator(min_shared=1, keeps_last_rows=True)(documents)
     layout = layout_of(batch)
