@@ -43,7 +43,7 @@ from support import memory
 from support.host_reads import ReadsOfSteps
 from support.liger import liger_played
 from support.models import build_tiny_model
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 
 import trl_packfix
 from trl_packfix.attention import choice, varlen
@@ -132,7 +132,7 @@ def reads(machine: Machine) -> Rows:
             found = stack.enter_context(waits(machine, watch))
             tiny = build_tiny_model(**model)
             callbacks = {"callbacks": [watch]}
-            trainer(folder, texts(60), tiny, callbacks, kind, **settings).train()
+            build_trainer(folder, texts(60), tiny, callbacks, kind, **settings).train()
         row: Row = {"case": name, "reads": sum(watch.per_micro_batch.values())}
         if on_cuda:
             row["waits"] = sum("synchronizing" in str(each.message) for each in found) / watch.micro_batches

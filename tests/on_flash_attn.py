@@ -26,7 +26,7 @@ from flash_attn import strict
 from peft import LoraConfig
 from support.launch import print_rows, seen_by
 from support.models import build_tiny_model
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 from sweep import zoo
 from sweep.judge import Judge
 from sweep.model_types import MAX_LENGTH
@@ -106,7 +106,7 @@ def train(folder: Path, model_type: str, lora: bool, checkpointing: str) -> dict
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
     torch.manual_seed(0)
     model = build_tiny_model(model_type)
-    run = trainer(folder, texts(), model, peft, **settings)
+    run = build_trainer(folder, texts(), model, peft, **settings)
     start = weights(run)
     recorded()
     run.train()

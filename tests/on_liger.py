@@ -16,14 +16,14 @@ from unittest import mock
 import trl
 from support.interpreter import interpret
 from support.models import build_tiny_model
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 
 SETTINGS = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 
 
 def trained(model_type, **settings):
     """Return (the trainer after its steps, its weights before)."""
-    run = trainer(tempfile.mkdtemp(), texts(6), build_tiny_model(model_type), **SETTINGS, **settings)
+    run = build_trainer(tempfile.mkdtemp(), texts(6), build_tiny_model(model_type), **SETTINGS, **settings)
     start = weights(run)
     run.train()
     return run, start

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
@@ -66,7 +66,7 @@ def test_the_construction_of_a_trainer_leaves_trls_operators_as_they_were(tmp_pa
     before = selective._ATEN_ATTENTION_PACKET_NAMES
     with compat.saves_varlen_attention:
         inside = selective._ATEN_ATTENTION_PACKET_NAMES
-    trainer(tmp_path, texts(3))
+    build_trainer(tmp_path, texts(3))
     after = selective._ATEN_ATTENTION_PACKET_NAMES
     assert inside == (*before, compat.VARLEN_KERNEL)
     assert after == before

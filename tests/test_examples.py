@@ -18,7 +18,7 @@ import torch
 import yaml
 from support.launch import PROCESS_SECONDS, fork_ranks, small
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import trainer
+from support.runs import build_trainer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
@@ -223,7 +223,7 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     assert fork_ranks(2, one_rank), capsys.readouterr().err
     found["two"] = torch.load(tmp_path / "two.pt")
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
-    run = trainer(tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings)
+    run = build_trainer(tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings)
     run.train()
     logs = [log for log in run.state.log_history if "grad_norm" in log]
     evaluated = [log["eval_loss"] for log in run.state.log_history if "eval_loss" in log]

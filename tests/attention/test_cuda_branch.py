@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.features import needs, sharing
 from support.models import build_tiny_model, select_attention
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from support.versions import enable_checkpointing, selects_checkpoints
 from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
@@ -150,7 +150,7 @@ def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tm
         monkeypatch.setattr(sft_trainer, "saves_varlen_attention", nullcontext())
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}}
-    trainer(tmp_path, texts(9), model, bf16=True, **settings)
+    build_trainer(tmp_path, texts(9), model, bf16=True, **settings)
     model.to("meta").train().activation_checkpointing_enable()
     assert select_attention(model, device_type="cuda").name == ATTENTION_NAME
     mark_packed_forwards(model)

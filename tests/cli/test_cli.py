@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from support.features import PRESENT
 from support.launch import PROCESS_SECONDS
 from support.models import build_tokenizer
-from support.runs import all_documents, stock, trainer
+from support.runs import all_documents, build_trainer, stock
 
 from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main, tokens
@@ -97,9 +97,9 @@ def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     trained = sum(label != -100 for labels in table["labels"] for label in labels[1:])
     assert manifest["trained_tokens"] == trained
 
-    run = trainer(tmp_path / "a", table, max_steps=1)
+    run = build_trainer(tmp_path / "a", table, max_steps=1)
     assert run.train_dataset._fingerprint == table._fingerprint  # nothing is mapped, so no rank waits
-    raw = trainer(tmp_path / "b", Dataset.from_json(str(workplace / "rows.jsonl")))
+    raw = build_trainer(tmp_path / "b", Dataset.from_json(str(workplace / "rows.jsonl")))
     assert raw.train_dataset["input_ids"] == table["input_ids"][:50]
     assert raw.train_dataset["labels"] == table["labels"][:50]
     run.train()
@@ -311,7 +311,7 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
         words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
         labels = stock(tmp_path, data, max_length=None, completion_only_loss=flag).train_dataset["labels"]
         trained = sum(label != -100 for row in labels for label in row[1:])
-        packed = trainer(tmp_path, data, completion_only_loss=flag)
+        packed = build_trainer(tmp_path, data, completion_only_loss=flag)
         assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and flag)  # else made when read
         documents = [(row, [-100, *own[1:]]) for row, own in zip(rows, labels, strict=True)]
         assert all_documents(packed) == sorted(each for each in documents if set(each[1]) != {-100})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from support.models import build_tiny_model
-from support.runs import trainer
+from support.runs import build_trainer
 from transformers import AutoTokenizer
 
 from trl_packfix.cli import main
@@ -33,7 +33,7 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     (found,) = printed("plan", *words, code=int(strategy != "wrapped"))["plans"]
     rows = Dataset.from_json(str(workplace / "rows.jsonl"))
     settings |= {"packing_strategy": strategy, "max_steps": 1, "packing_report": True}
-    run = trainer(tmp_path, rows, "qwen3", **settings)
+    run = build_trainer(tmp_path, rows, "qwen3", **settings)
     run.train()
     trained = json.loads((tmp_path / "packing_report.json").read_text())
     drawn = {name: trained.pop(name) for name in ("lines", "costs", "fills")}
@@ -79,7 +79,7 @@ def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
     cache = Path(data.cache_files[0]["filename"]).parent
     tables = {*cache.glob("cache-*.arrow")}
     assert tables, "`plan` has cached its tokens"
-    run = trainer(
+    run = build_trainer(
         tmp_path, data, "qwen3", processing_class=AutoTokenizer.from_pretrained(workplace / "model"), **settings
     )
     assert {*cache.glob("cache-*.arrow")} == tables

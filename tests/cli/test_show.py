@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 from matplotlib.image import imread
 from support.planners import make_stream
-from support.runs import config, trainer
+from support.runs import build_trainer, config
 
 from trl_packfix.cli import main
 from trl_packfix.cli import show as show_command
@@ -32,7 +32,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 @pytest.fixture
 def run(workplace):
     """Return the run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
-    run = trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
+    run = build_trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
     run.get_train_dataloader()
     return run
 

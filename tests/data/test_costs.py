@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from support.runs import trainer
+from support.runs import build_trainer
 from support.versions import current_models
 from sweep.zoo import causal_types, image_text_types, shrink
 from torch.utils.flop_counter import FlopCounterMode
@@ -257,7 +257,7 @@ def test_a_trainer_is_built_for_configs_by_layer(name, packing, tmp_path):
     settings = {key: value for key, value in settings.items() if "implementation" not in key}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**settings))
     rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
-    run = trainer(tmp_path, rows, model, packing=packing, per_device_train_batch_size=4)
+    run = build_trainer(tmp_path, rows, model, packing=packing, per_device_train_batch_size=4)
     assert len(run.get_train_dataloader()) == 1
     assert run.data.cost_model == make_cost_model(model.config) != LLAMA_7B
 

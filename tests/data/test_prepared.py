@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from support.planners import rewrite
-from support.runs import documents_of, texts, trainer
+from support.runs import build_trainer, documents_of, texts
 
 from trl_packfix.data import cache
 from trl_packfix.data.cache import cached_documents, cached_token_range, read_arrays
@@ -191,7 +191,7 @@ def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
     seen = []
     left = []
     for _ in range(2):
-        run = trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
+        run = build_trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
         seen.append([documents_of(batch) for batch in run.get_train_dataloader()])
         left.append(files(tmp_path / "data"))
     assert seen[0] == seen[1]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model
 from support.planners import make_stream, one_pass, saved_and_loaded
-from support.runs import ANSWER, PROMPT, all_documents, documents_of, texts, trainer
+from support.runs import ANSWER, PROMPT, all_documents, build_trainer, documents_of, texts
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
@@ -420,9 +420,9 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
-    table = trainer(tmp_path, FORMS[form]())
+    table = build_trainer(tmp_path, FORMS[form]())
     expected = all_documents(table)
-    run = trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
+    run = build_trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
     got = []
     for batch in run.get_train_dataloader():
         got += documents_of(batch)
@@ -439,7 +439,7 @@ def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read
     rows = [rng.integers(4, 260, n) for n in rng.integers(2, 40, 300)]
     labels = [np.where(rng.random(len(row)) < 0.6, row, -100) for row in rows]
     stream = Dataset.from_dict({"input_ids": rows, "labels": labels}).to_iterable_dataset()
-    whole = trainer(tmp_path, stream, max_steps=5, save_strategy="steps", save_steps=2)
+    whole = build_trainer(tmp_path, stream, max_steps=5, save_strategy="steps", save_steps=2)
     trained = []
 
     def counted(batch, collate=whole.data_collator):
@@ -455,7 +455,7 @@ def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read
     assert f"({report.num_trained_tokens:,} trained) in 5 packs" in dict(report.lines())["trained"]
     saved = torch.load(stream_file(tmp_path / "checkpoint-2", 0), weights_only=True)
     assert saved["counts"]["trained_tokens"] == sum(trained[2:4])
-    resumed = trainer(tmp_path / "resumed", stream, max_steps=5)
+    resumed = build_trainer(tmp_path / "resumed", stream, max_steps=5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.packing_report.num_trained_tokens == report.num_trained_tokens
     assert resumed.packing_report.ledger == report.ledger
@@ -463,7 +463,7 @@ def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read
 
 
 def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
-    saved = trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1)
+    saved = build_trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1)
     saved.train()
     stream = make_stream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
     stream_file(tmp_path / "checkpoint-1", 0).unlink()
@@ -475,8 +475,8 @@ def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
 
 def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path):
     common = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
-    run = trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
+    build_trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
+    run = build_trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     folders = tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4"
     before, after = (torch.load(stream_file(folder, 0), weights_only=True) for folder in folders)
@@ -494,7 +494,7 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
             running.append(json.loads(file.read_text())["num_packs"])
 
     settings = {"max_steps": 3, "packing_report": True, "save_strategy": "steps", "save_steps": 1}
-    run = trainer(tmp_path, long.to_iterable_dataset(), trainer_kwargs={"callbacks": [Running()]}, **settings)
+    run = build_trainer(tmp_path, long.to_iterable_dataset(), trainer_kwargs={"callbacks": [Running()]}, **settings)
     run.train()
     assert running == [0, 1, 2]
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
@@ -516,7 +516,7 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
 
     def evaluated(eval_dataset, **further):
         kwargs = {"eval_dataset": eval_dataset, **further}
-        run = trainer(tmp_path, texts(), model=model, packing=packing, max_length=32, trainer_kwargs=kwargs)
+        run = build_trainer(tmp_path, texts(), model=model, packing=packing, max_length=32, trainer_kwargs=kwargs)
         return run, run.evaluate()
 
     def metric(prediction):
@@ -534,7 +534,7 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
 
 
 def test_an_empty_evaluation_stream_is_refused(tmp_path):
-    run = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
+    run = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
     empty = run.eval_dataset.filter(lambda row: False)
     with pytest.raises(ValueError, match=r"yielded 0 examples.*Check that"):
         run.get_eval_dataloader(empty)

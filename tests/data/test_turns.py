@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.chats import TEMPLATES, tokenizer_with, user
 from support.chats import answer as spoken
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import all_documents, config, documents_of, trainer
+from support.runs import all_documents, build_trainer, config, documents_of
 
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
@@ -226,7 +226,7 @@ def test_forms_of_rows():
 
 def run_per_turn(folder, data, template="qwen3", **settings):
     settings = {"max_length": 512, "per_turn": True, "processing_class": tokenizer_with(template)} | settings
-    return trainer(folder, data, **settings)
+    return build_trainer(folder, data, **settings)
 
 
 def test_training_and_evaluation_have_each_turn_once(tmp_path):
@@ -406,7 +406,7 @@ GIVEN = {
 def test_what_has_no_turns_is_refused(name, tmp_path):
     data, settings, said = GIVEN[name]
     with pytest.raises(ValueError, match=f"(?s)`per_turn=True`.*{said}|{said.partition('.*')[0]}.*`per_turn=True`.*"):
-        trainer(tmp_path, data, per_turn=True, **settings)
+        build_trainer(tmp_path, data, per_turn=True, **settings)
 
 
 def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):

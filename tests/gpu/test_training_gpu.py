@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tiny_model
-from support.runs import trainer, weights
+from support.runs import build_trainer, weights
 from transformers.utils import is_flash_attn_2_available
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def trained(folder, model_type="llama", lora=False, data=None, **settings):
     defaults |= {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "bf16": True}
     defaults["use_cpu"] = not ON_GPU
     torch.manual_seed(0)
-    run = trainer(folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings))
+    run = build_trainer(folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings))
     start = weights(run).cpu()
     run.train()
     assert run.state.global_step == run.args.max_steps

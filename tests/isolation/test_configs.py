@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from support.runs import stock, trainer
+from support.runs import build_trainer, stock
 from sweep import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,7 +88,7 @@ def documents(model, seed=0):
     return Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows]})
 
 
-packed = partial(trainer, packing_strategy="minibatch")
+packed = partial(build_trainer, packing_strategy="minibatch")
 
 
 def trained(file, folder, make=packed, dtype=torch.float32):

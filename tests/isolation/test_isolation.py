@@ -10,7 +10,7 @@ import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope, select_attention
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from support.versions import current_models
 from sweep import zoo
 
@@ -278,7 +278,9 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
     logs = []
     for probed in (True, False):
         model = build_tiny_model("opt", dropout=0.1)
-        run = trainer(tmp_path, texts(), model=model, max_steps=3, logging_steps=1, learning_rate=1e-2, **settings)
+        run = build_trainer(
+            tmp_path, texts(), model=model, max_steps=3, logging_steps=1, learning_rate=1e-2, **settings
+        )
         if not probed:
             run.callback_handler.callbacks = [
                 c for c in run.callback_handler.callbacks if type(c).__name__ != "BeforeFirstStep"
@@ -296,7 +298,7 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
 
 def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, capsys):
     example = leaking_example()
-    run = trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True, on_leak="raise")
+    run = build_trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True, on_leak="raise")
     with pytest.raises(PackingLeakError, match=f"Information crosses in {example.first}"):
         run.train()
     assert run.state.global_step == 0
@@ -309,7 +311,7 @@ def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, ca
 def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     """fp32 weights under bf16 autocast round like bf16, and nothing outside the model's forward says so."""
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-    run = trainer(tmp_path, texts(), model=build_tiny_model(dtype=weights, **size), max_steps=1, bf16=True)
+    run = build_trainer(tmp_path, texts(), model=build_tiny_model(dtype=weights, **size), max_steps=1, bf16=True)
     run.train()
     found = run.packing_report.isolation
     assert found.isolated
@@ -318,7 +320,7 @@ def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     assert 1e-3 < found.tolerance < 0.1, "the rounding of fp32 is below 1e-5"
     example = leaking_example()
     model = build_tiny_model(example.model_type, dtype=weights)
-    leaking = trainer(tmp_path, texts(), model=model, max_steps=1, bf16=True)
+    leaking = build_trainer(tmp_path, texts(), model=model, max_steps=1, bf16=True)
     leaking.train()
     assert [repair.module for repair in leaking.packing_report.isolation.repaired] == [example.module]
 
@@ -390,7 +392,7 @@ def test_what_a_row_raises_is_no_fault_of_packs(longest, said):
 
 
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
-    run = trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
+    run = build_trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
     run.train()
     assert run.packing_report.isolation.isolated
     assert run.packing_report.isolation.tolerance < 1e-5

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from support.versions import enable_checkpointing, newest_models
 from sweep import zoo
 from sweep.judge import packed
@@ -208,7 +208,7 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
 
 def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, capsys):
     example = leaking_example()
-    run = trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True)
+    run = build_trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True)
     run.train()
     shown = capsys.readouterr().out
     assert f"2 {example.module} ({example.first}) as rows of a padded batch" in shown

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from sweep.judge import packed
 
 from trl_packfix import check_isolation
@@ -67,7 +67,7 @@ def test_router_logits_come_without_padding():
 
 def test_the_report_says_that_and_why(tmp_path, capsys):
     model = build_tiny_model(leaking_example().model_type)
-    run = trainer(tmp_path, texts(), model=model, max_steps=1, packing_report=True, on_leak="unpack")
+    run = build_trainer(tmp_path, texts(), model=model, max_steps=1, packing_report=True, on_leak="unpack")
     run.train()
     shown = " ".join(capsys.readouterr().out.split())
     assert "UNPACKED, documents as rows of padded batches, because documents move each other by" in shown
@@ -77,10 +77,10 @@ def test_the_report_says_that_and_why(tmp_path, capsys):
 def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
     model = build_tiny_model(leaking_example().model_type)
     kwargs = {"model": model, "trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
-    packed = trainer(tmp_path, texts(), **kwargs)
-    plain = trainer(tmp_path, texts(), packing=False, **kwargs)
-    between = trainer(tmp_path, texts(), packing=False, eval_packing=True, **kwargs)
-    refusing = trainer(tmp_path, texts(), on_leak="raise", **kwargs)  # it is not repaired, so rows are padded
+    packed = build_trainer(tmp_path, texts(), **kwargs)
+    plain = build_trainer(tmp_path, texts(), packing=False, **kwargs)
+    between = build_trainer(tmp_path, texts(), packing=False, eval_packing=True, **kwargs)
+    refusing = build_trainer(tmp_path, texts(), on_leak="raise", **kwargs)  # it is not repaired, so rows are padded
     losses = [run.evaluate()["eval_loss"] for run in (plain, packed, between, refusing)]
     assert losses == [pytest.approx(losses[0], rel=1e-6)] * 4
 

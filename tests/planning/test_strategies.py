@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from support.planners import make_epochs
-from support.runs import trainer
+from support.runs import build_trainer
 from test_scheduling import KINDS, documents_of, problems, rows_of
 
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
@@ -79,7 +79,7 @@ def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
     in_order = packed_dataloader(rows, 4, 2, strategy="next_fit", shuffle=False)
     assert [batch["input_ids"][0, 3::4].tolist() for batch in in_order] == [[i, i + 1] for i in range(10, 34, 2)]
     size = {"max_length": 4, "per_device_train_batch_size": 2}
-    run = trainer(tmp_path, rows, packing_strategy="next_fit", num_train_epochs=1, **size)
+    run = build_trainer(tmp_path, rows, packing_strategy="next_fit", num_train_epochs=1, **size)
     run.train()
     assert run.state.max_steps == 12 == run.packing_report.num_packs
     assert run.packing_report.strategy == "next_fit"

@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from rich.console import Console
 from support.launch import PROCESS_SECONDS
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, trainer
+from support.runs import build_trainer, config
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     texts = ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]
     rows = Dataset.from_dict({"text": texts, "source": ["a", "b"] * 100})
     settings = {"max_length": 64, "per_device_train_batch_size": 4, "packing_report": True, "source_column": "source"}
-    run = trainer(tmp_path_factory.mktemp("run"), rows, max_steps=2, **settings)
+    run = build_trainer(tmp_path_factory.mktemp("run"), rows, max_steps=2, **settings)
     run.train()
     return run
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
 from support.planners import make_epochs, make_stream, of_units
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 
 from trl_packfix import version
 from trl_packfix.cli.forecast import Forecast
@@ -31,7 +31,7 @@ def table(lengths):
 
 
 def report(tmp_path, data, **settings):
-    run = trainer(tmp_path, data, **settings)
+    run = build_trainer(tmp_path, data, **settings)
     run.get_train_dataloader()
     return run.packing_report
 
@@ -117,7 +117,7 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
         model = build_tiny_model(model, n_embd=32, n_head=4, n_layer=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
         start = torch.cat([p.detach().flatten() for p in model.parameters()])
         for packing in (False, True):
-            run = trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
+            run = build_trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
             run.train()
             ends[packing] = run.state.log_history[-2]["loss"], (weights(run) - start).norm().item()
         share = run.packing_report.unpacked_loss
@@ -136,7 +136,7 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
 
 def test_the_ledger_lies_beside_every_checkpoint(tmp_path):
     settings = {"packing_report": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    trainer(tmp_path, texts(), max_length=20, **settings).train()
+    build_trainer(tmp_path, texts(), max_length=20, **settings).train()
     found = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("**/packing_report.json")}
     assert found.keys() == {tmp_path.name, "checkpoint-2", "checkpoint-4"}
     assert found["checkpoint-2"] == found["checkpoint-4"] == found[tmp_path.name]
@@ -199,7 +199,7 @@ def test_padding_is_that_of_batches_in_random_order(order):
 
 def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
     model = build_tiny_model("llama", attn_implementation="eager")
-    run = trainer(tmp_path, texts(), model=model, max_steps=2)
+    run = build_trainer(tmp_path, texts(), model=model, max_steps=2)
     run.train()
     lines = dict(run.packing_report.lines())
     num_steps = run.packing_report.num_steps

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from support.chats import PLAIN, answer, tokenizer_with, user
 from support.models import build_tokenizer
-from support.runs import config, trainer
+from support.runs import build_trainer, config
 from support.versions import TRANSFORMERS, sanitises_control_tokens
 from tokenizers.processors import TemplateProcessing
 
@@ -478,7 +478,7 @@ def test_keys_that_arrow_added_are_not_trained_and_those_that_were_given_are(tmp
     options = {"packing": False, "max_length": 500, "shuffle_dataset": False}
 
     def texts(data, **more):
-        run = trainer(tmp_path, data, processing_class=tokenizer, max_steps=1, **options, **more)
+        run = build_trainer(tmp_path, data, processing_class=tokenizer, max_steps=1, **options, **more)
         return [tokenizer.decode(row["input_ids"]) for row in run.train_dataset]
 
     table = Dataset.from_list(rows)
@@ -497,10 +497,10 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
     options = {"packing": False, "processing_class": tokenizer_with("qwen3"), "max_steps": 1}
     for data in (Dataset.from_list([wrong] * 4), Dataset.from_list([wrong] * 4).to_iterable_dataset()):
         with pytest.raises(ValueError, match="4 .*rows of the train dataset have `content in parts`.*Write `content`"):
-            trainer(tmp_path, data, **options)
+            build_trainer(tmp_path, data, **options)
         with pytest.raises(ValueError, match="4 .*rows of the eval dataset have `content in parts`"):
-            trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
-    run = trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
+            build_trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
+    run = build_trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
     said = "1 of 2 rows of the train dataset has `content` in messages of the role `developer`, which the chat template"
     assert [said in message for message in caplog.messages] == [True]
     assert not run.data.data_report.complete
@@ -525,7 +525,7 @@ def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, t
 
     def counted(row, **more):
         caplog.clear()
-        run = trainer(tmp_path, Dataset.from_list([row] * 3), packing=False, max_length=300, max_steps=1, **more)
+        run = build_trainer(tmp_path, Dataset.from_list([row] * 3), packing=False, max_length=300, max_steps=1, **more)
         is_said = any("3 of 3 rows of the train dataset have texts with control" in text for text in caplog.messages)
         return run.train_dataset[0]["input_ids"].count(end), is_said
 
@@ -584,12 +584,12 @@ def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     rows = [messages(ASK, OK)] * 3 + [CASES["developer"].row]
     expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 row has `content` in messages of the role `developer`"
     options = {"processing_class": tokenizer_with("qwen3"), "max_length": 200, "max_steps": 1}
-    run = trainer(tmp_path, Dataset.from_list(rows), **options)
+    run = build_trainer(tmp_path, Dataset.from_list(rows), **options)
     run.train()
     assert dict(run.packing_report.lines())["data"].startswith(expected)
     (finding,) = run.packing_report.to_dict()["data"]["findings"]
     assert (finding["num_rows"], finding["rows"], finding["example"]) == (1, (3,), "Be brief")
-    trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
+    build_trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
     assert (
         "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 row rendered)" in capsys.readouterr().out
     )

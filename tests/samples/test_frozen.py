@@ -16,7 +16,7 @@ from datasets import Dataset
 from support import vision
 from support.chats import tokenizer_with
 from support.features import needs
-from support.runs import TOOL, trainer
+from support.runs import TOOL, build_trainer
 from support.versions import scores_tokens
 
 pytestmark = [pytest.mark.slow, scores_tokens]  # templates and their texts are those of the versions in constraints.txt
@@ -110,7 +110,7 @@ def outcome_of(case, kind, bad_rows, caplog, folder):
     tokenizer = tokenizer_with(template)
     caplog.clear()
     try:
-        run = trainer(folder, data, processing_class=tokenizer, **settings)
+        run = build_trainer(folder, data, processing_class=tokenizer, **settings)
         texts = [text_of(row["input_ids"], row["labels"], tokenizer) for row in run.train_dataset]
         columns = " ".join(sorted(next(iter(run.train_dataset))))
     except Exception as error:
@@ -132,7 +132,7 @@ def outcome_of_images(rule, kind, bad_rows, folder):
     settings = RULES[rule] | {"max_length": 500, "max_steps": 2, "bad_rows": "drop" if bad_rows == "drop" else "raise"}
     data = data.to_iterable_dataset() if kind == "stream" else data
     try:
-        run = trainer(folder, data, vision.build_model("llava"), processing_class=processor, **settings)
+        run = build_trainer(folder, data, vision.build_model("llava"), processing_class=processor, **settings)
         batches = list(itertools.islice(run.get_train_dataloader(), 2))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}

@@ -5,7 +5,7 @@ import importlib
 import pytest
 from datasets import Dataset, load_from_disk
 from support.models import build_tokenizer
-from support.runs import ANSWER, PROMPT, config, trainer
+from support.runs import ANSWER, PROMPT, build_trainer, config
 
 from trl_packfix.training.preparation import prepare_rows
 
@@ -52,7 +52,7 @@ def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
         return what(rows, tokenizer)
 
     settings = settings(tmp_path)
-    run = trainer(tmp_path, data, **settings)
+    run = build_trainer(tmp_path, data, **settings)
     assert prepared(**settings) == what(run.train_dataset, run.processing_class)
     assert (prepared(**settings) != prepared()) is bool(settings), "the settings change nothing here"
 
@@ -72,7 +72,9 @@ def test_another_formatting_function_of_the_same_name_makes_other_tokens(tmp_pat
     module = importlib.import_module("edited_formatting")
 
     def lengths():
-        run = trainer(tmp_path, load_from_disk(tmp_path / "data"), trainer_kwargs={"formatting_func": module.formatted})
+        run = build_trainer(
+            tmp_path, load_from_disk(tmp_path / "data"), trainer_kwargs={"formatting_func": module.formatted}
+        )
         assert run.data.data_report.num_rendered == 1  # its texts are followed through the function
         return [len(tokens) for tokens in run.train_dataset["input_ids"]]
 

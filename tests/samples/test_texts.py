@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from support import vision
 from support.features import needs
 from support.models import build_tokenizer
-from support.runs import TOOL, all_documents, stock, trainer
+from support.runs import TOOL, all_documents, build_trainer, stock
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ DATASETS = {"table": table, "interleaved": interleaved, "in turn": in_turn}
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("forms", FIRST, ids="first".join)
 def test_rows_of_several_forms_are_tokenised_as_each_form_alone(kind, forms, tmp_path):
-    run = trainer(tmp_path, DATASETS[kind](forms), packing=False, max_steps=1, shuffle_dataset=False)
+    run = build_trainer(tmp_path, DATASETS[kind](forms), packing=False, max_steps=1, shuffle_dataset=False)
     expected = [of_stock(tmp_path, form) for form in forms]
     in_order = itertools.chain(*expected) if kind == "table" else itertools.chain(*zip(*expected, strict=True))
     assert samples(run.train_dataset) == list(in_order)
@@ -73,7 +73,7 @@ def test_rows_of_several_forms_are_tokenised_as_each_form_alone(kind, forms, tmp
 
 @pytest.mark.parametrize("kind", DATASETS)
 def test_rows_of_several_forms_train_in_packs(kind, tmp_path):
-    run = trainer(tmp_path, DATASETS[kind](FIRST[1]), max_steps=2)
+    run = build_trainer(tmp_path, DATASETS[kind](FIRST[1]), max_steps=2)
     run.train()
     assert run.state.global_step == 2
     if kind == "table":
@@ -89,8 +89,8 @@ def test_rows_without_an_assistant_are_bad_rows_where_it_is_trained(kind, settin
     said = "5 of 10 rows.*no assistant" if (kind, setting) == ("table", "assistant_only_loss") else "`messages` is None"
     said = "no text to tokenise" if kind == "in turn" else said
     with pytest.raises(ValueError, match=said):
-        list(trainer(tmp_path, dataset, **settings).train_dataset)
-    run = trainer(tmp_path, dataset, bad_rows="drop", **settings, shuffle_dataset=False)
+        list(build_trainer(tmp_path, dataset, **settings).train_dataset)
+    run = build_trainer(tmp_path, dataset, bad_rows="drop", **settings, shuffle_dataset=False)
     texts = [build_tokenizer().decode([t for t in row["labels"] if t != -100]) for row in run.train_dataset]
     assert [text.removesuffix("\n").removesuffix("<|im_end|>") for text in texts] == [f"hello {i}" for i in range(NUM)]
 
@@ -106,10 +106,10 @@ def test_a_bad_first_row_is_dropped_as_any_other(form, kind, tmp_path):
     dataset = Dataset.from_list([BAD[form], *rows_of(form)], features=features)
     dataset = dataset.to_iterable_dataset() if kind == "stream" else dataset
     settings = {"packing": False, "max_steps": 1, "shuffle_dataset": False}
-    run = trainer(tmp_path, dataset, bad_rows="drop", **settings)
+    run = build_trainer(tmp_path, dataset, bad_rows="drop", **settings)
     assert samples(run.train_dataset) == of_stock(tmp_path, form)
     with pytest.raises(ValueError, match="(?i)(row 0|first are .0.)"):
-        list(trainer(tmp_path, dataset, **settings).train_dataset)
+        list(build_trainer(tmp_path, dataset, **settings).train_dataset)
 
 
 BESIDE = {"prompt": "hi", "prompt_id": "7"}
@@ -121,12 +121,12 @@ PREFERENCES = {"prompt": "hi", "chosen": chat(8), "rejected": "no"}
 def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(others, is_stream, tmp_path, caplog):
     dataset = Dataset.from_list([row | others for row in rows_of("chat")])
     dataset = dataset.to_iterable_dataset() if is_stream else dataset
-    run = trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
+    run = build_trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
     assert samples(run.train_dataset) == of_stock(tmp_path, "chat")
     assert "dataset have a column `prompt`, which is not read" in caplog.text
     copies = [{"messages": chat(i), "prompt": f"hi {i}"} for i in range(NUM)]
     caplog.clear()
-    trainer(tmp_path, Dataset.from_list(copies), packing=False)
+    build_trainer(tmp_path, Dataset.from_list(copies), packing=False)
     assert "`prompt`" not in caplog.text
 
 
@@ -136,14 +136,14 @@ def test_a_prompt_without_a_completion_beside_a_text_is_refused(is_stream, tmp_p
     dataset = dataset.to_iterable_dataset() if is_stream else dataset
     said = "a prompt without a completion" if is_stream else "5 of 5 rows .*a `prompt` and no `completion`.*Rename"
     with pytest.raises(ValueError, match=said):
-        trainer(tmp_path, dataset, packing=False, max_steps=1)
+        build_trainer(tmp_path, dataset, packing=False, max_steps=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"assistant_only_loss": True}, {"per_turn": True}], ids=str)
 def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
     settings = settings | {"packing": False, "shuffle_dataset": False, "max_length": 500}
     runs = [
-        trainer(tmp_path, Dataset.from_list([row | tools for row in rows_of("chat")]), **settings)
+        build_trainer(tmp_path, Dataset.from_list([row | tools for row in rows_of("chat")]), **settings)
         for tools in ({}, {"tools": ""}, {"tools": "\n"}, {"tools": TOOL})
     ]
     plain, empty, blank, with_tools = (samples(run.train_dataset) for run in runs)
@@ -152,7 +152,7 @@ def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
     assert with_tools != plain
     bad = Dataset.from_list([row | {"tools": json.dumps([])[:1]} for row in rows_of("chat")])
     with pytest.raises(ValueError, match="Row 0: `tools` is a text that is not JSON.*Give rows of the form"):
-        trainer(tmp_path, bad, **settings)
+        build_trainer(tmp_path, bad, **settings)
 
 
 @pytest.mark.parametrize("format_type", ["pandas", "numpy", "torch", "arrow"])
@@ -160,11 +160,11 @@ def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
 def test_the_format_of_a_dataset_does_not_matter(form, format_type, tmp_path):
     formatted = Dataset.from_list(rows_of(form)).with_format(format_type)
     kwargs = {"trainer_kwargs": {"eval_dataset": {"one": formatted}}, "packing": False, "shuffle_dataset": False}
-    run = trainer(tmp_path, formatted, **kwargs)
+    run = build_trainer(tmp_path, formatted, **kwargs)
     assert samples(run.train_dataset) == of_stock(tmp_path, form)
     assert samples(run.eval_dataset["one"]) == of_stock(tmp_path, form)
     stream = Dataset.from_list(rows_of(form)).to_iterable_dataset().with_format(format_type)
-    run = trainer(tmp_path, stream, packing=False, max_steps=1)
+    run = build_trainer(tmp_path, stream, packing=False, max_steps=1)
     assert samples(run.train_dataset) == of_stock(tmp_path, form)
     assert run.evaluate(formatted)["eval_loss"] > 0
 
@@ -176,7 +176,7 @@ def test_conversations_need_a_chat_template(is_stream, tmp_path):
         tokenizer = build_tokenizer()
         tokenizer.chat_template = None
         dataset = dataset.to_iterable_dataset() if is_stream else dataset
-        return trainer(tmp_path, dataset, processing_class=tokenizer, packing=False, max_steps=1).train_dataset
+        return build_trainer(tmp_path, dataset, processing_class=tokenizer, packing=False, max_steps=1).train_dataset
 
     with pytest.raises(ValueError, match="has no chat template.*messages do not become text. Set `chat_template_path`"):
         prepared("chat")
@@ -185,11 +185,11 @@ def test_conversations_need_a_chat_template(is_stream, tmp_path):
 
 def test_rows_that_unpacked_trl_drops_are_counted(tmp_path, caplog):
     rows = [{"prompt": "long " * (90 if i < 3 else 2), "completion": " x"} for i in range(12)]
-    run = trainer(tmp_path, Dataset.from_list(rows), packing=False, max_length=16)
+    run = build_trainer(tmp_path, Dataset.from_list(rows), packing=False, max_length=16)
     assert len(run.train_dataset) == 9
     assert "3 of 12 documents have no trained token and are dropped" in caplog.text
     with pytest.raises(ValueError, match=r"has 3 rows .*no document remains .*3 untrained; `max_length=16`"):
-        trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, max_length=16)
+        build_trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, max_length=16)
 
 
 @needs("images")

@@ -24,7 +24,7 @@ from transformers import PrinterCallback, TrainerCallback, modeling_flash_attent
 from trl_packfix.attention import choice, varlen
 
 from .models import build_tiny_model
-from .runs import trainer
+from .runs import build_trainer
 from .strict_varlen import StrictVarlen
 
 # Operators of torch that launch nothing on a GPU. `to` and its kind are here, and the copies that they make are not
@@ -143,7 +143,7 @@ def profile_host(
     with kernels_in_place() as kernels:
         measured = HostProfile(kernels)
         more = {"callbacks": [measured], "peft_config": adapters}
-        run = trainer(mkdtemp(), DOCUMENTS, model, more, package.SFTTrainer, **settings)
+        run = build_trainer(mkdtemp(), DOCUMENTS, model, more, package.SFTTrainer, **settings)
         if package is trl:
             model.config._attn_implementation = "flash_attention_2"  # without the check whether flash-attn is there
         run.remove_callback(PrinterCallback)

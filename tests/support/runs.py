@@ -23,7 +23,7 @@ def config(folder, config_class=SFTConfig, **kwargs):
     return config_class(str(folder), **(defaults | kwargs))
 
 
-def trainer(
+def build_trainer(
     folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, processing_class=None, **kwargs
 ):
     model = build_tiny_model(model) if isinstance(model, str) else model
@@ -38,7 +38,7 @@ def trainer(
 
 def stock(folder, dataset, model="llama", **kwargs):
     """Return the trainer of TRL that trains the same without packing."""
-    return trainer(
+    return build_trainer(
         folder, dataset, model, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **kwargs
     )
 

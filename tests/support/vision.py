@@ -9,7 +9,7 @@ from PIL import Image as Picture
 from sweep.image_families import build_model as build_model
 from sweep.image_families import build_processor as build_processor
 
-from .runs import trainer
+from .runs import build_trainer
 
 # Those of most tests; all others are in `image_families.FAMILIES`
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "gemma3", "qwen3_5")
@@ -119,4 +119,4 @@ def make(folder, family="qwen2_5_vl", dataset=ROWS, model=None, processor=None, 
     """Return a trainer on rows with images; by default a batch has four documents of at most 200 tokens each."""
     settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
     model = build_model(family) if model is None else model
-    return trainer(folder, dataset, model, processing_class=processor or build_processor(family), **settings)
+    return build_trainer(folder, dataset, model, processing_class=processor or build_processor(family), **settings)

@@ -8,7 +8,7 @@ import torch
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from support.models import build_tiny_model
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 from transformers import TrainerCallback
 
 from trl_packfix.attention.packed_forward import running_forward
@@ -37,7 +37,7 @@ def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path
     for layer in layers:
         model.model.layers[layer].mlp = Fused(model.model.layers[layer].mlp)
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "packing": packing}
-    run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, **settings)
+    run = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, **settings)
     if layers == (0, 1):
         name = r"`base_model\.model\.model\.layers\.\*\.mlp\.down_proj`"
         message = rf"No adapter of {name} got a gradient.*`down_proj` from `target_modules`"
@@ -62,7 +62,7 @@ def test_adapters_that_run_without_a_way_to_the_loss_are_refused(tmp_path):
     model = build_tiny_model()
     for layer in model.model.layers:
         layer.mlp = Detached(layer.mlp)
-    run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=False, max_steps=1)
+    run = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=False, max_steps=1)
     with pytest.raises(
         ValueError, match=r"No adapter of .*`.*\.mlp\.down_proj` \(and of 1 other\(s\)\) got a gradient"
     ):
@@ -76,7 +76,9 @@ def test_adapters_whose_first_gradient_is_zero_are_trained(packing, tmp_path):
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=packing, max_steps=3, learning_rate=1e-2)
+    run = build_trainer(
+        tmp_path, texts(), model, {"peft_config": LORA}, packing=packing, max_steps=3, learning_rate=1e-2
+    )
     adapters = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
     late: list[str] = []
 
@@ -118,7 +120,7 @@ def by_hand(rows, rate):
 def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
     """They are in the head, too, which is not the module that TRL's fused head reads."""
     settings = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "packing": packing}
-    run = trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
+    run = build_trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
     start = weights(run)
     expected = by_hand(run.train_dataset, rate=1.0)
     run.train()
@@ -131,7 +133,7 @@ def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_new_tokens_that_the_first_step_has_not_are_trained_later(packing, tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5], task_type="CAUSAL_LM")
-    run = trainer(tmp_path, texts(), trainer_kwargs={"peft_config": config}, packing=packing, max_steps=1)
+    run = build_trainer(tmp_path, texts(), trainer_kwargs={"peft_config": config}, packing=packing, max_steps=1)
     run.train()
     assert run.state.global_step == 1
 
@@ -143,7 +145,7 @@ def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
     skipped.forward = lambda states: states
     model.model.layers[1].mlp = torch.nn.Identity()
     model.model.layers[1].mlp.inner = skipped
-    run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
+    run = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
     run.train()
     assert run.state.global_step == 1
 
@@ -178,7 +180,7 @@ def test_inputs_of_lora_are_not_cast_under_autocast(adapter, autocast, tmp_path,
         torch.manual_seed(0)
         model = build_tiny_model().to(torch.bfloat16)
         settings = {"bf16": autocast, "gradient_checkpointing": True, "max_steps": 3, "learning_rate": 1e-2}
-        run = trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
+        run = build_trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
         start = weights(run)
         run.train()
         assert not torch.equal(weights(run), start)

@@ -15,7 +15,7 @@ from support import vision
 from support.chats import TEMPLATES, answer, tokenizer_with, user
 from support.features import needs
 from support.models import build_tokenizer
-from support.runs import all_documents, trainer
+from support.runs import all_documents, build_trainer
 
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.recipes import MaskedTurns
@@ -50,7 +50,7 @@ def sample(messages, tokenizer, template=None, **rule):
 
 def run_of(folder, data, eval_dataset=None, **settings):
     settings = {"max_length": 512, "assistant_only_loss": True, "processing_class": PLAIN} | settings
-    return trainer(folder, data, trainer_kwargs={"eval_dataset": eval_dataset}, **settings)
+    return build_trainer(folder, data, trainer_kwargs={"eval_dataset": eval_dataset}, **settings)
 
 
 # One conversation

@@ -7,7 +7,7 @@ import pytest
 import trl
 from datasets import Dataset, IterableDataset, load_from_disk
 from support.models import build_tokenizer
-from support.runs import ANSWER, PROMPT, all_documents, documents_of, trainer
+from support.runs import ANSWER, PROMPT, all_documents, build_trainer, documents_of
 
 from trl_packfix.cli import main
 from trl_packfix.data.stream_reader import CHUNK
@@ -44,19 +44,19 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
     settings = settings | {"packing": packing}
     named = rf"(?s)2 of 12 rows of the {{}} dataset cannot be tokenised; the first are \[3, 8\]\. .*{said}.*`bad_rows="
     with pytest.raises(ValueError, match=named.format("train")) as raised:
-        trainer(tmp_path, data, **settings)
+        build_trainer(tmp_path, data, **settings)
     assert raised.value.__cause__ is None  # none of the lines of jinja2
     assert raised.value.__context__ is None
     good = data.select([i for i in range(12) if i not in BAD])
     with pytest.raises(ValueError, match=named.format("eval")):
-        trainer(tmp_path, good, trainer_kwargs={"eval_dataset": data}, **settings)
+        build_trainer(tmp_path, good, trainer_kwargs={"eval_dataset": data}, **settings)
 
     with caplog.at_level(logging.WARNING):
-        run = trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
+        run = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
     for each in ("train", "eval"):
         dropped = f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
         assert dropped in caplog.text
-    stock = trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
+    stock = build_trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
     expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
     assert len(expected) == 10
     assert all(tokens for tokens, _ in expected)
@@ -77,14 +77,14 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
 def test_if_no_row_remains_the_first_is_named(bad_rows, tmp_path):
     said = r"3 of 3 rows of the train dataset .*\[0, 1, 2\]\. Row 0: `text` is of type int; AttributeError"
     with pytest.raises(ValueError, match=said):
-        trainer(tmp_path, Dataset.from_dict({"text": [1, 2, 3]}), bad_rows=bad_rows)
+        build_trainer(tmp_path, Dataset.from_dict({"text": [1, 2, 3]}), bad_rows=bad_rows)
 
 
 def test_only_ten_rows_are_named_and_the_number_of_processes_makes_no_difference(tmp_path):
     data = Dataset.from_list(rows("messages", bad=range(20, 50), num=60))
     with pytest.raises(ValueError, match=rf"30 of 60 rows .* the first are \{list(range(20, 30))}\. Row 20: "):
-        trainer(tmp_path, data, dataset_num_proc=2)
-    documents = [all_documents(trainer(tmp_path, data, bad_rows="drop", dataset_num_proc=n)) for n in (None, 2)]
+        build_trainer(tmp_path, data, dataset_num_proc=2)
+    documents = [all_documents(build_trainer(tmp_path, data, bad_rows="drop", dataset_num_proc=n)) for n in (None, 2)]
     assert documents[0] == documents[1]
     assert len(documents[0]) == 30
 
@@ -100,14 +100,14 @@ def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_
 
     monkeypatch.setattr(Dataset, "map", counted)
     Dataset.from_list(rows("messages", bad=[])).save_to_disk(tmp_path / "good")
-    trainer(tmp_path, load_from_disk(tmp_path / "good"))
+    build_trainer(tmp_path, load_from_disk(tmp_path / "good"))
     both = ["Reading what the rows give", "Tokenizing train dataset"]
     assert maps == both
     Dataset.from_list(rows("messages")).save_to_disk(tmp_path / "bad")
     left = []
     ledgers = []
     for _ in range(2):
-        run = trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
+        run = build_trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
         ledgers.append(run.data.source.documents.ledger)
         left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
     assert left[0] == left[1]
@@ -125,17 +125,17 @@ def stream(num=300, bad=(3, 200)):
 
 @pytest.mark.slow
 def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
-    run = trainer(tmp_path, stream(bad=(200,)), max_steps=2)
+    run = build_trainer(tmp_path, stream(bad=(200,)), max_steps=2)
     with pytest.raises(ValueError, match=r"Row 200 of the train stream cannot be tokenised: `messages\[0\]` \(user\)"):
         run.train()
     assert CHUNK < 200, "training reads beyond the first chunk"
     with pytest.raises(ValueError, match="Row 0 of the train stream"):
-        trainer(tmp_path, stream(bad=(0,)), max_steps=2)
+        build_trainer(tmp_path, stream(bad=(0,)), max_steps=2)
     with pytest.raises(ValueError, match="Row 3 of the eval stream"):
-        trainer(tmp_path, stream(bad=()), max_steps=1, trainer_kwargs={"eval_dataset": stream(12)}).evaluate()
+        build_trainer(tmp_path, stream(bad=()), max_steps=1, trainer_kwargs={"eval_dataset": stream(12)}).evaluate()
     with pytest.raises(ValueError, match=r"1000 of 1000 rows of the train dataset cannot be tokenised"):
-        trainer(tmp_path, stream(2000, bad=range(2000)), max_steps=1, bad_rows="drop")
-    unpacked = trainer(tmp_path, stream(), packing=False, max_steps=4)
+        build_trainer(tmp_path, stream(2000, bad=range(2000)), max_steps=1, bad_rows="drop")
+    unpacked = build_trainer(tmp_path, stream(), packing=False, max_steps=4)
     with pytest.raises(ValueError, match="Row 3 of the train stream"):
         unpacked.train()
 
@@ -146,9 +146,9 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     settings = {"max_steps": 4, "per_device_train_batch_size": 8, "max_length": 128, "save_steps": 2}
     settings["save_strategy"] = "steps"
     documents = Dataset.from_list(rows("messages", bad, 40))
-    run = trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
+    run = build_trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
     good = documents.select([i for i in range(40) if i not in bad])
-    expected = trainer(tmp_path / "good", good.to_iterable_dataset(), **settings)
+    expected = build_trainer(tmp_path / "good", good.to_iterable_dataset(), **settings)
     seen = [[documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (run, expected)]
     assert seen[0] == seen[1]
     run.train()
@@ -158,7 +158,7 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     assert ledger.given.documents == passes * 40
     dropped = ledger.dropped["bad_row"].documents if bad else 0
     assert dropped == passes * len(bad) == ledger.given.documents - ledger.kept.documents
-    resumed = trainer(tmp_path / "resumed", documents.to_iterable_dataset(), bad_rows="drop", **settings)
+    resumed = build_trainer(tmp_path / "resumed", documents.to_iterable_dataset(), bad_rows="drop", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.packing_report.ledger == ledger
 

@@ -9,7 +9,7 @@ import trl
 from datasets import Dataset, Features, IterableDataset, Json, List
 from support.chats import tokenizer_with
 from support.models import build_tokenizer
-from support.runs import all_documents, stock, trainer
+from support.runs import all_documents, build_trainer, stock
 
 from trl_packfix import SFTTrainer
 from trl_packfix.samples.data_proof import prove_data
@@ -49,7 +49,7 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
     tokenizer = tokenizer_with(template)
     assert "generation %}" not in tokenizer.chat_template
     settings = {"max_length": 1500, "assistant_only_loss": True, "num_train_epochs": 1}
-    run = trainer(tmp_path, traces(), processing_class=tokenizer, **settings)
+    run = build_trainer(tmp_path, traces(), processing_class=tokenizer, **settings)
     rows = stock(tmp_path, traces(), processing_class=tokenizer, **settings).train_dataset
     packed = all_documents(run)
     unpacked = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
@@ -89,7 +89,7 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
 
     def said(data, trainer_class=SFTTrainer):
         caplog.clear()
-        run = trainer(tmp_path, data, trainer_class=trainer_class, **given)
+        run = build_trainer(tmp_path, data, trainer_class=trainer_class, **given)
         assert len(list(run.train_dataset)) == 5
         return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
@@ -132,18 +132,18 @@ def rows_of(run):
 def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     settings = {"packing": False, "max_length": 200, "max_steps": 1}
     plain = Dataset.from_list(sharegpt(roles=("user", "assistant"), keys=("role", "content")))
-    expected = rows_of(trainer(tmp_path, plain.rename_column("conversations", "messages"), **settings))
-    plain_trl = trainer(tmp_path, Dataset.from_list(sharegpt()), trainer_class=trl.SFTTrainer, **settings)
+    expected = rows_of(build_trainer(tmp_path, plain.rename_column("conversations", "messages"), **settings))
+    plain_trl = build_trainer(tmp_path, Dataset.from_list(sharegpt()), trainer_class=trl.SFTTrainer, **settings)
     assert "<|im_start|>human" in build_tokenizer().decode(rows_of(plain_trl)[1][0])
     assert "renamed" not in caplog.text
     for table in tables(sharegpt(), "conversations"):
-        run = trainer(tmp_path, table, **settings)
+        run = build_trainer(tmp_path, table, **settings)
         assert rows_of(run) == expected
         assert (
             "4 rows have the roles `human` or `gpt` in `conversations`, which are renamed"
             in run.data.data_report.line()
         )
-        turns = trainer(tmp_path, table, per_turn=True, **settings)
+        turns = build_trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
     thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}
     kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
@@ -153,7 +153,7 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     assert json.dumps(kept) == given
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]
-    assert rows_of(trainer(tmp_path, Dataset.from_list(bad), bad_rows="drop", **settings)) == expected
+    assert rows_of(build_trainer(tmp_path, Dataset.from_list(bad), bad_rows="drop", **settings)) == expected
 
 
 def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
@@ -161,14 +161,14 @@ def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
     said = "rows of the train dataset have the role `gpt`, which the chat template renders as it renders any unknown"
     for table, count in zip(tables(rows, "messages"), ("4 of 6", "4 of 6", "4 of the first 6"), strict=True):
         caplog.clear()
-        trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
+        build_trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
         assert f"{count} {said}" in caplog.text
         assert f"{count} {said}".replace("gpt", "human") in caplog.text
     known = build_tokenizer()
     head = "{{ '[Q]' if m.role in ('user', 'human') else '[A]' }}"
     known.chat_template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}"
     caplog.clear()
-    trainer(tmp_path, Dataset.from_list(rows), processing_class=known, max_length=200, packing=False)
+    build_trainer(tmp_path, Dataset.from_list(rows), processing_class=known, max_length=200, packing=False)
     assert "have the role" not in caplog.text
 
 
@@ -202,7 +202,7 @@ def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, 
     for table, per_turn in itertools.product(tables(thinking_traces(), "messages"), (False, True)):
         caplog.clear()
         settings = {"packing": False, "max_length": 4000, "max_steps": 1, "per_turn": per_turn, "bad_rows": "drop"}
-        run = trainer(tmp_path, table, processing_class=tokenizer, **settings)
+        run = build_trainer(tmp_path, table, processing_class=tokenizer, **settings)
         said = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
         of_thoughts, of_calls = ([each for each in said if f"have `{key}`" in each] for key in FIELDS)
         total = "4 rows of" if isinstance(table, Dataset) else "the first 4 rows of"

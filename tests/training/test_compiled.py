@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.features import marked
 from support.models import build_tiny_model
-from support.runs import trainer, weights
+from support.runs import build_trainer, weights
 from support.strict_varlen import StrictVarlen
 from support.versions import compiles_inputs
 from torch import nn
@@ -108,7 +108,7 @@ def train(folder, adapters=None, compiles=True, model=None, **settings):
     model = model or build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)  # tracing takes seconds
     more = {"callbacks": [counted], "peft_config": adapters}
     compiled = {"torch_compile": True, "torch_compile_backend": counted.backend} if compiles else {}
-    run = trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
+    run = build_trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
     run.model.double()  # adapters are made in fp32
     run.train()
     return run, counted

@@ -8,7 +8,7 @@ import trl
 from datasets import Dataset, IterableDataset
 from peft import PromptTuningConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import ANSWER, PROMPT, config, texts, trainer
+from support.runs import ANSWER, PROMPT, build_trainer, config, texts
 from support.versions import scores_tokens
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
@@ -126,7 +126,7 @@ INPUT = {
 @pytest.mark.parametrize("given, message", INPUT.values(), ids=INPUT)
 def test_input_is_refused(given, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        trainer(tmp_path, **given)
+        build_trainer(tmp_path, **given)
 
 
 PREPARED = {
@@ -154,12 +154,12 @@ def test_rows_that_trl_does_not_prepare_are_checked_too(data, settings, message,
     settings = SKIP | settings
     good = tokenised(labels=[[5, 6, 7]] * 2)
     with pytest.raises(ValueError, match=message.format("train")):
-        trainer(tmp_path, data, **settings)
+        build_trainer(tmp_path, data, **settings)
     for sets, name in ((data, "eval"), ({"a": good, "b": data}, "b")):
         with pytest.raises(ValueError, match=message.format(name)):
-            trainer(tmp_path, good, trainer_kwargs={"eval_dataset": sets}, **settings)
+            build_trainer(tmp_path, good, trainer_kwargs={"eval_dataset": sets}, **settings)
     if len(data):  # `predict` prepares nothing
-        run = trainer(tmp_path, good, **settings)
+        run = build_trainer(tmp_path, good, **settings)
         for evaluate in (run.predict, run.evaluate):
             with pytest.raises(ValueError, match=message.format("evaluation")):
                 evaluate(data)
@@ -173,16 +173,16 @@ def no_rows():
 def test_a_stream_without_rows_is_refused(settings, tmp_path):
     empty = IterableDataset.from_generator(no_rows)
     with pytest.raises(ValueError, match="The train dataset is an `IterableDataset` of 0 rows.*Check the files"):
-        trainer(tmp_path, empty, max_steps=1, **settings)
+        build_trainer(tmp_path, empty, max_steps=1, **settings)
     data = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
     with pytest.raises(ValueError, match="The eval dataset is an `IterableDataset` of 0 rows"):
-        trainer(tmp_path, data, trainer_kwargs={"eval_dataset": empty}, **settings)
+        build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": empty}, **settings)
 
 
 def test_prompt_learning_is_refused_in_a_model_too(tmp_path):
     model = get_peft_model(build_tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ValueError, match="with 3 virtual tokens was given with packing.*share them.*Use LoRA"):
-        trainer(tmp_path, TEXTS, model=model)
+        build_trainer(tmp_path, TEXTS, model=model)
 
 
 def test_tokenizer_without_eos_is_refused_for_plain_text_only(tmp_path):
@@ -202,7 +202,7 @@ def test_rows_are_named_before_tokenisation_as_the_selected_dataset_counts_them(
     silent = [index for index, row in enumerate(rows) if row % 2]
     said = rf"{len(silent)} of {len(data)} rows .* have no assistant message.*{re.escape(str(silent))}.*Remove"
     with pytest.raises(ValueError, match=said):
-        trainer(tmp_path, data, assistant_only_loss=True)
+        build_trainer(tmp_path, data, assistant_only_loss=True)
 
 
 def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_path):
@@ -210,7 +210,7 @@ def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_pa
         [{"prompt": PROMPT, "completion": ANSWER}, {"prompt": PROMPT, "completion": [{"role": "user", "content": "x"}]}]
     )
     with pytest.raises(ValueError, match=r"1 of 2 rows of the train dataset .*\[1\]\. Row 1: no assistant tokens"):
-        trainer(tmp_path, rows, assistant_only_loss=True)
+        build_trainer(tmp_path, rows, assistant_only_loss=True)
 
 
 def test_trl_below_the_floor_is_refused():
@@ -220,7 +220,9 @@ def test_trl_below_the_floor_is_refused():
 
 
 def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
-    run = trainer(tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096)
+    run = build_trainer(
+        tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096
+    )
     run.train()
     assert "32,768 tokens (batch size 8 x max_length 4,096)" in capsys.readouterr().out
     assert (tmp_path / "packing_report.json").exists()

@@ -8,7 +8,7 @@ import torch
 import trl
 from datasets import Dataset, Value
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, texts, trainer
+from support.runs import build_trainer, config, texts
 from support.versions import evaluates_own_losses, trl_trains
 from torch.nn import functional as F
 from transformers import EarlyStoppingCallback
@@ -51,7 +51,7 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
     model = build_tiny_model(tie_word_embeddings=True)
     settings = {"packing": packing, "eval_packing": eval_packing, "per_device_eval_batch_size": batch_size}
     settings["loss_type"] = "dft"  # of training: evaluation is the negative log-likelihood
-    run = trainer(tmp_path, texts(), model, {"eval_dataset": data}, **settings)
+    run = build_trainer(tmp_path, texts(), model, {"eval_dataset": data}, **settings)
     metrics = run.evaluate()
     logged = run.state.log_history[-1]
     expected = by_hand(build_tiny_model(tie_word_embeddings=True), data)
@@ -70,14 +70,14 @@ def test_packs_of_an_evaluation_have_the_size_of_its_own_batches(tmp_path):
     data = Dataset.from_dict({"input_ids": [[9] * 16] * 8})
     sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4, "max_length": 16}
     for packing in (True, False):
-        run = trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, packing=packing, **sizes)
+        run = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, packing=packing, **sizes)
         shapes = [batch["input_ids"].shape for batch in run.get_eval_dataloader()]
         assert shapes == ([(1, 64)] if packing else [(4, 16)]) * 2
 
 
 def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
     settings = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}, "max_length": 16}
-    runs = [trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
+    runs = [build_trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
     assert len({run.evaluate()["eval_loss"] for run in runs}) == 1
 
 
@@ -94,7 +94,7 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
         return {"rows": len(prediction.label_ids)}
 
     given = {"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess}
-    run = trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
+    run = build_trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
     assert run.evaluate()["eval_rows"] == 23
     assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])
     labels = seen["prediction"].label_ids
@@ -120,7 +120,7 @@ def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path
         return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 0 + 7
 
     with pytest.warns(FutureWarning, match="compute_loss_func"):
-        run = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(), "compute_loss_func": loss})
+        run = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(), "compute_loss_func": loss})
     with caplog.at_level(logging.WARNING):
         assert run.evaluate()["eval_loss"] == 7
     assert "`eval_loss` is the mean over batches of `compute_loss_func`" in caplog.text
@@ -185,7 +185,7 @@ EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1}
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
     for sets, name in ((BEYOND, ""), ({"good": ANSWERS, "bad": BEYOND}, "_bad")):
-        run = trainer(tmp_path, ANSWERS, trainer_kwargs={"eval_dataset": sets}, packing=packing, **EVERY_STEP)
+        run = build_trainer(tmp_path, ANSWERS, trainer_kwargs={"eval_dataset": sets}, packing=packing, **EVERY_STEP)
         with pytest.raises(ValueError, match=REFUSED.format(name)):
             run.train()
         assert run.state.global_step == 0
@@ -204,7 +204,7 @@ def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(packing, tmp_path):
     given = {"eval_dataset": BEYOND, "compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
-    run = trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
+    run = build_trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
     run.train()
     metrics = run.evaluate()
     assert metrics["eval_rows"] == 3
@@ -225,7 +225,7 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
     given = {"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]}
-    run = trainer(tmp_path, data, trainer_kwargs=given, **settings)
+    run = build_trainer(tmp_path, data, trainer_kwargs=given, **settings)
     run.train()
     losses = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
     best = min(losses, key=losses.get)

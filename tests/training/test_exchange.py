@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks.exchange import HEADS
 from support.examples import leaking_example, type_with_own_attention
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from sweep import zoo
 from torch import nn
 
@@ -172,11 +172,11 @@ PARTS = {"tokens_per_rank": 64, "per_device_train_batch_size": 1}
 
 def test_packs_of_more_ranks_than_there_are_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`max_length=64` .*`tokens_per_rank=32` on 1 ranks.*2 ranks.*there are 1"):
-        trainer(tmp_path, texts(8), **PARTS | {"tokens_per_rank": 32})
+        build_trainer(tmp_path, texts(8), **PARTS | {"tokens_per_rank": 32})
 
 
 def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_path):
-    run = trainer(tmp_path, texts(8), **PARTS)
+    run = build_trainer(tmp_path, texts(8), **PARTS)
     run.args.tokens_per_rank = 32  # on one process a document of 64 tokens would be refused at the start
     with pytest.raises(ValueError, match=r"a document of \d+ tokens, `tokens_per_rank` is 32.*whole documents on one"):
         run.predict(run.train_dataset)

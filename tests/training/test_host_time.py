@@ -2,7 +2,7 @@
 
 import trl
 from support.host_profile import profile_layer
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from support.versions import current_models, trl_trains
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -33,7 +33,7 @@ class Counted(TrainerCallback):
 def test_no_micro_batch_walks_the_modules(tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "report_to": []}
-    run = trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [counted]}, **settings)
+    run = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [counted]}, **settings)
     run.train()
     first, *later = counted.of_steps
     assert first["num_parameters"] == 1
@@ -58,7 +58,7 @@ class Switch(TrainerCallback):
 
 def test_a_module_in_evaluation_mode_is_set_to_training_again(tmp_path):
     switch = Switch()
-    run = trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [switch]}, max_steps=3)
+    run = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [switch]}, max_steps=3)
     run.train()
     assert switch.modes == [{True}, {True}, {True}]
     assert "train" not in vars(run.model)

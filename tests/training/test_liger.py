@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.liger import liger_played
-from support.runs import stock, texts, trainer, weights
+from support.runs import build_trainer, stock, texts, weights
 from support.versions import trl_trains
 
 from trl_packfix import PackingLeakError
@@ -34,7 +34,7 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
     unpacked.train()
     settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
     kernels = {"rope": True, "swiglu": False}
-    run = trainer(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
+    run = build_trainer(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
     run.train()
     assert played.given == kernels | {"fused_linear_cross_entropy": False}
     assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
@@ -50,7 +50,7 @@ def test_evaluation_is_as_without(played, tmp_path):
     rows = {"trainer_kwargs": {"eval_dataset": texts(12, seed=1)}, "max_steps": 1, "learning_rate": 0.0}
     losses = []
     for settings in ({}, {"use_liger_kernel": True}, {"use_liger_kernel": True, "eval_packing": False}):
-        run = trainer(tmp_path, texts(12), **rows, **settings)
+        run = build_trainer(tmp_path, texts(12), **rows, **settings)
         run.train()
         losses.append(run.evaluate()["eval_loss"])
     assert played.calls > 0
@@ -59,7 +59,7 @@ def test_evaluation_is_as_without(played, tmp_path):
 
 def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
     played.mixes = True
-    run = trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
+    run = build_trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
     with pytest.raises(PackingLeakError, match="norm"):
         run.train()
 

@@ -2,7 +2,7 @@
 
 from peft import LoraConfig
 from support.models import build_tiny_model
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 
 from trl_packfix.data.model_memory import GIB, TrainingMethod, count_model, predict_peak
 from trl_packfix.training import memory
@@ -15,7 +15,7 @@ def line_of_run(folder, monkeypatch, measured, **settings):
     """Return the line of the report of a run whose GPU has the counts `measured`, and the run."""
     monkeypatch.setattr(memory, "read_memory", lambda device: measured)
     settings = {"gradient_checkpointing": True, "max_steps": 2} | settings
-    run = trainer(folder, texts(), trainer_kwargs={"peft_config": LORA}, **settings)
+    run = build_trainer(folder, texts(), trainer_kwargs={"peft_config": LORA}, **settings)
     run.train()
     return run.packing_report.memory, run
 
@@ -50,6 +50,6 @@ def test_nothing_is_said_without_checkpointing(tmp_path, monkeypatch):
 
 
 def test_a_cpu_has_no_such_line(tmp_path):
-    run = trainer(tmp_path, texts(), max_steps=2)
+    run = build_trainer(tmp_path, texts(), max_steps=2)
     run.train()
     assert run.packing_report.memory is None

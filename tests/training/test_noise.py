@@ -6,7 +6,7 @@ from support import vision
 from support.examples import leaking_example
 from support.features import needs
 from support.models import build_tiny_model
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from test_objective import OwnLoss, first_step
 from transformers.integrations.neftune import activate_neftune
 
@@ -58,7 +58,7 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
     settings = {"neftune_noise_alpha": ALPHA, "per_device_train_batch_size": 6} | CASES[name]
     if settings.get("model") == LEAKING:
         settings["model"] = leaking_example().model_type
-    run = vision.make(tmp_path, **settings) if "family" in settings else trainer(tmp_path, texts(12), **settings)
+    run = vision.make(tmp_path, **settings) if "family" in settings else build_trainer(tmp_path, texts(12), **settings)
     (batch,), num_items = first_step(run)
     run.packed_model.prove(run.model)
     assert run.packed_model.is_unpacked is ("on_leak" in settings)
@@ -130,7 +130,7 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
 def test_noise_is_on_in_training_only(tmp_path):
     losses = {}
     for alpha in (None, 500.0):
-        run = trainer(
+        run = build_trainer(
             tmp_path, texts(), neftune_noise_alpha=alpha, max_steps=1, trainer_kwargs={"eval_dataset": texts()}
         )
         before = run.evaluate()["eval_loss"]

@@ -10,7 +10,7 @@ import trl
 from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
-from support.runs import trainer, weights
+from support.runs import build_trainer, weights
 from support.versions import TRANSFORMERS, current_models, scores_tokens
 from sweep import zoo
 from sweep.zoo import shrink
@@ -81,7 +81,7 @@ OBJECTIVES = {
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
-    run = trainer(
+    run = build_trainer(
         tmp_path, halves(), packing=packing, gradient_accumulation_steps=2, **{"max_length": 64} | OBJECTIVES[objective]
     )
     step = first_step(run)
@@ -100,7 +100,7 @@ def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
     settings = {"model": "mixtral", "label_smoothing_factor": 0.1, "max_length": 64} | more
     found = {}
     for weight in (0.0, 0.5):
-        run = trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
+        run = build_trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
         step = first_step(run)
         found[weight] = gradients(run, run.compute_loss, *step)[1]
     batch = {name: value for name, value in step[0][0].items() if name != "labels"}
@@ -119,10 +119,10 @@ def test_a_router_loss_without_gradients_is_refused(weight, tmp_path):
     settings |= {"model": build_tiny_model("mixtral", router_aux_loss_coef=0.02), "router_aux_loss_coef": weight}
     if weight is None:
         with pytest.warns(UserWarning, match=r"is in the config of the model.*Set `use_reentrant=False`"):
-            trainer(tmp_path, halves(), **settings)
+            build_trainer(tmp_path, halves(), **settings)
         return
     with pytest.raises(ValueError, match=r"`router_aux_loss_coef=0.5` was given.*have none.*Set `use_reentrant"):
-        trainer(tmp_path, halves(), **settings)
+        build_trainer(tmp_path, halves(), **settings)
 
 
 # A loss of a subclass: all that is not the loss itself is there
@@ -140,7 +140,7 @@ class OwnLoss(SFTTrainer):
 
 
 def own_loss(tmp_path, data, **settings):
-    return trainer(tmp_path, data, trainer_class=OwnLoss, **settings)
+    return build_trainer(tmp_path, data, trainer_class=OwnLoss, **settings)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -151,7 +151,7 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
     with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss`, which does not call.*no weights of documents.*set"):
         run.train()
     assert all(torch.equal(value, start[name]) for name, value in run.model.state_dict().items())
-    plain = trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
+    plain = build_trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
     assert run.num_items == first_step(plain)[1]  # trained tokens, and not documents
 
     class Doubled(SFTTrainer):
@@ -159,7 +159,7 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
             return 2 * super().compute_loss(*args, **kwargs)
 
     ends = [
-        trainer(tmp_path, halves(), max_steps=1, max_grad_norm=0, optim="sgd", trainer_class=kind, **settings)
+        build_trainer(tmp_path, halves(), max_steps=1, max_grad_norm=0, optim="sgd", trainer_class=kind, **settings)
         for kind in (SFTTrainer, Doubled)
     ]
     for each in ends:
@@ -176,7 +176,7 @@ def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, t
     logs = []
     for kind in (SFTTrainer, OwnLoss):
         settings = {"packing": packing, "max_steps": 4, "logging_steps": 2, "learning_rate": 0.0}
-        run = trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
+        run = build_trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
         run.train()
         logs.append([entry for entry in run.state.log_history if "loss" in entry])
     assert len(logs[0]) == len(logs[1]) == 2
@@ -191,7 +191,7 @@ def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, t
 
 
 def experts(tmp_path, data, **settings):
-    return trainer(tmp_path, data, model="mixtral", router_aux_loss_coef=1.0, **settings)
+    return build_trainer(tmp_path, data, model="mixtral", router_aux_loss_coef=1.0, **settings)
 
 
 def statistic(run, batch):
@@ -264,7 +264,7 @@ def test_what_is_logged_is_right(settings, tmp_path):
     """Loss, entropy and accuracy are those of TRL, which `test_equivalence.py` compares."""
     logs = {"logging_steps": 2, "include_num_input_tokens_seen": "non_padding", "peak_tflops": 0.5}
     saves = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
-    run = trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
+    run = build_trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
     seen = recorded(run)
     run.train()
     num_tokens = 0
@@ -309,7 +309,7 @@ def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_p
     logs = []
     for kind, given in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
         subclass = type("Own", (OwnLabels, kind), {})
-        run = trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
+        run = build_trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
         run.train()
         logs.append([entry for entry in run.state.log_history if "loss" in entry])
     assert len(logs[0]) == 3
@@ -322,7 +322,7 @@ def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
     """Setting the share later changes nothing, as in TRL. In packs it is refused (`test_replaced.py`)."""
     ends = []
     for share in (0.1, 0.3):
-        run = trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
+        run = build_trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
         run.args.label_smoothing_factor = share
         run.train()
         ends.append(weights(run))
@@ -333,7 +333,7 @@ def test_the_last_line_is_of_the_whole_training(tmp_path):
     """Return from `train()` what all five steps did, though the last window has one step."""
     rows = halves().add_column("source", [f"s{i % 2}" for i in range(24)])
     settings = {"logging_steps": 4, "max_steps": 5, "gradient_accumulation_steps": 2, "source_column": "source"}
-    run = trainer(tmp_path, rows, learning_rate=0.0, **settings)
+    run = build_trainer(tmp_path, rows, learning_rate=0.0, **settings)
     seen = recorded(run)
     metrics = run.train().metrics
     (window,) = [entry for entry in run.state.log_history if "loss" in entry]
@@ -351,7 +351,7 @@ def test_the_last_line_is_of_the_whole_training(tmp_path):
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
-    run = trainer(tmp_path, halves(), logging_steps=2, max_steps=4)
+    run = build_trainer(tmp_path, halves(), logging_steps=2, max_steps=4)
     collate = run.data_collator
 
     def slow(documents):
@@ -368,7 +368,7 @@ def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
 
 
 def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
-    run = trainer(tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1)
+    run = build_trainer(tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1)
     seen = recorded(run)
     at_checkpoint = []
 
@@ -385,7 +385,7 @@ def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_the_loss_of_a_micro_batch_reads_its_layout_once(settings, tmp_path, monkeypatch):
-    run = trainer(tmp_path, halves(8), **settings)
+    run = build_trainer(tmp_path, halves(8), **settings)
     batches, num_items = first_step(run)
     calls = []
     monkeypatch.setattr(objective, "layout_of", lambda batch: calls.append(batch) or layout_of(batch))
@@ -410,14 +410,14 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
     model_type, config, has_router = EXPERTS_IN_CONFIG[name]
     model = build_tiny_model(model_type, **config)
     assert model.config.router_aux_loss_coef > 0  # which TRL would weigh a router loss with
-    run = trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
+    run = build_trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
     run.train()
     (log,) = [each for each in run.state.log_history if "loss" in each]
     assert np.isfinite(log["loss"])
     assert ("aux_loss" in log) == has_router
     if not has_router:
         with pytest.raises(ValueError, match="router_aux_loss_coef=0.1.*None of its layers has a router.*=0.0"):
-            trainer(tmp_path, halves(), model=build_tiny_model(model_type, **config), router_aux_loss_coef=0.1)
+            build_trainer(tmp_path, halves(), model=build_tiny_model(model_type, **config), router_aux_loss_coef=0.1)
 
 
 @pytest.mark.parametrize("model_type", ["dbrx", "granitemoe"])
@@ -426,11 +426,13 @@ def test_routers_whose_logits_are_not_returned_train_without_their_loss(model_ty
     model = zoo.build_model(model_type, vocab_size=300)
     is_returned = Version("5.18") <= TRANSFORMERS
     with nullcontext() if is_returned else pytest.warns(UserWarning, match="does not return the logits of its routers"):
-        run = trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
+        run = build_trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
     run.train()
     (log,) = [each for each in run.state.log_history if "loss" in each]
     assert np.isfinite(log["loss"])
     if not is_returned:
         assert "aux_loss" not in log
         with pytest.raises(ValueError, match=r"`router_aux_loss_coef=0.1`.*routers.*transformers>=5.18.*=0.0"):
-            trainer(tmp_path, halves(), model=zoo.build_model(model_type, vocab_size=300), router_aux_loss_coef=0.1)
+            build_trainer(
+                tmp_path, halves(), model=zoo.build_model(model_type, vocab_size=300), router_aux_loss_coef=0.1
+            )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from support.runs import PROMPT, stock, texts, trainer, weights
+from support.runs import PROMPT, build_trainer, stock, texts, weights
 from support.versions import scores_tokens
 
 from trl_packfix import PackingLeakError
@@ -50,7 +50,7 @@ DRAWING = {"PVERA"}  # random numbers, so packs and rows get other ones
 TYPES = sorted({kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - NOT_TRAINED - OF_LOGITS)
 
 
-def run_of(folder, kind, form, make=trainer, eval_dataset=None, **settings):
+def run_of(folder, kind, form, make=build_trainer, eval_dataset=None, **settings):
     (config,) = (each for name, each in PEFT_TYPE_TO_CONFIG_MAPPING.items() if name.value == kind)
     torch.manual_seed(0)
     arguments = {"peft_config": config(task_type="CAUSAL_LM", **SETTINGS.get(kind, LAYERS))}
@@ -99,7 +99,7 @@ VIRTUAL_TYPES = sorted(BEFORE_ROWS & {*TYPES})
 )
 def test_virtual_tokens_are_trained_and_evaluated_as_in_stock_trl(kind, form, tmp_path):
     ends = []
-    for make, settings in ((stock, {}), (trainer, {"packing": False})):
+    for make, settings in ((stock, {}), (build_trainer, {"packing": False})):
         settings |= {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 1, "logging_strategy": "steps"}
         # One batch, so that TRL's mean of batches is that of all tokens
         run = run_of(tmp_path, kind, form, make, FORMS[form], per_device_eval_batch_size=NUM_ROWS, **settings)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.examples import leaking_example
 from support.models import build_tiny_model
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 
 from trl_packfix.cli import main
 from trl_packfix.training.progress import (
@@ -19,7 +19,7 @@ from trl_packfix.training.progress import (
 
 
 def said(capsys, folder, model="llama", **settings) -> str:
-    trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings).train()
+    build_trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings).train()
     return capsys.readouterr().err
 
 

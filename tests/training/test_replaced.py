@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from support.features import needs
 from support.models import build_tiny_model
-from support.runs import documents_of, texts, trainer, weights
+from support.runs import build_trainer, documents_of, texts, weights
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +37,9 @@ def with_documents(run):
 )
 def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_path):
     settings = {"learning_rate": 1e-2, "num_train_epochs": 2} | settings
-    run = trainer(tmp_path, ROWS, **settings)
+    run = build_trainer(tmp_path, ROWS, **settings)
     run.train_dataset = run.train_dataset.select(range(15, 40))
-    fresh = trainer(tmp_path, ROWS.select(range(15, 40)), **settings)
+    fresh = build_trainer(tmp_path, ROWS.select(range(15, 40)), **settings)
     for each in (run, fresh):
         each.train()
     assert torch.equal(weights(run), weights(fresh))
@@ -52,7 +52,7 @@ def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_pat
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
-    run = trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
+    run = build_trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
     documents = with_documents(run)
     prepared = run.train_dataset
     tokens = [[7, 8, 9, 10 + i] for i in range(30)]
@@ -75,8 +75,8 @@ def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
         return texts(12).add_column("source", [source] * 12).add_column("weight", [weight] * 12)
 
     settings = {"weight_column": "weight", "source_column": "source", "packing": packing, "learning_rate": 1e-2}
-    run = trainer(tmp_path, rows("first", 1.0), **settings)
-    second = trainer(tmp_path, rows("second", 0.0), trainer_kwargs={}, **settings | {"weight_column": None})
+    run = build_trainer(tmp_path, rows("first", 1.0), **settings)
+    second = build_trainer(tmp_path, rows("second", 0.0), trainer_kwargs={}, **settings | {"weight_column": None})
     run.train_dataset = second.train_dataset.map(lambda row, i: {"weight": float(i == 3)}, with_indices=True)
     before = weights(run).clone()
     run.train()
@@ -96,7 +96,7 @@ def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
 
 def test_an_ignored_mask_of_new_rows_is_ignored(tmp_path):
     masked = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 6, "completion_mask": [[0, 0, 0, 1]] * 6})
-    run, fresh = (trainer(tmp_path, each) for each in (ROWS, masked))
+    run, fresh = (build_trainer(tmp_path, each) for each in (ROWS, masked))
     run.train_dataset = masked
     for each in (run, fresh):
         each.get_train_dataloader()
@@ -105,10 +105,10 @@ def test_an_ignored_mask_of_new_rows_is_ignored(tmp_path):
 
 def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "num_train_epochs": 2}
-    whole = trainer(tmp_path, ROWS, **settings)
+    whole = build_trainer(tmp_path, ROWS, **settings)
     whole.train_dataset = whole.train_dataset.select(range(20))
     whole.train()
-    again = trainer(tmp_path, ROWS, **settings)
+    again = build_trainer(tmp_path, ROWS, **settings)
     with pytest.raises(ValueError, match="`rows of the dataset` was 20 and is 40"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     again.train_dataset = again.train_dataset.select(range(20))
@@ -119,7 +119,7 @@ def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
 
 def test_streams_follow_each_other(tmp_path):
     settings = {"max_steps": 3}
-    run = trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
+    run = build_trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
     documents = with_documents(run)
     other = [[7, 8, 9, 10 + i] for i in range(200)]
     run.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
@@ -142,7 +142,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_rows_that_cannot_be_trained_are_refused(case, tmp_path):
-    run, (other, message) = trainer(tmp_path, ROWS), REFUSED[case]
+    run, (other, message) = build_trainer(tmp_path, ROWS), REFUSED[case]
     run.train_dataset = other(run)
     for _ in range(2):  # each time
         with pytest.raises(ValueError, match=message):
@@ -151,9 +151,9 @@ def test_rows_that_cannot_be_trained_are_refused(case, tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_evaluation_set_that_is_set_later_is_evaluated(packing, tmp_path):
-    run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(20, seed=1)}, packing=packing)
+    run = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(20, seed=1)}, packing=packing)
     few = texts(20, seed=1).select(range(4))
-    fresh = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": few}, packing=packing)
+    fresh = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": few}, packing=packing)
     before = run.evaluate()["eval_loss"]
     run.eval_dataset = run.eval_dataset.select(range(4))
     assert run.evaluate()["eval_loss"] == fresh.evaluate()["eval_loss"] != before
@@ -169,7 +169,7 @@ CHANGES |= {"label_smoothing_factor": 0.3}
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
-    run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
+    run = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
     before = getattr(run.args, name)
     setattr(run.args, name, CHANGES[name])
     message = rf"`trainer.args` was changed.*`{name}` was {before!r} and is {CHANGES[name]!r}.*not be honoured.*Con"
@@ -188,7 +188,7 @@ def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("wraps_too", [True, False])
 def test_another_model_is_refused(packing, wraps_too, tmp_path):
-    run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
+    run = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
     own = run.model
     run.model = build_tiny_model("llama")
     if wraps_too:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 
 from trl_packfix.training import checkpoints, restart
 from trl_packfix.training.checkpoints import STATE_FILE, TRAINED_FILE, choose_checkpoint, find_damage, note_times
@@ -24,7 +24,7 @@ STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate
 def saved(folder, dataset=None, save_steps=5, **settings):
     """Return a run of three epochs with checkpoints, of which the second is in the middle of epoch two."""
     settings = STEPS | {"save_strategy": "steps", "save_steps": save_steps} | settings
-    run = trainer(folder, dataset or texts(60), **settings)
+    run = build_trainer(folder, dataset or texts(60), **settings)
     run.train()
     return run
 
@@ -45,7 +45,7 @@ def folder(run, tmp_path) -> Path:
 
 
 def resume(folder, checkpoint, dataset=None, trainer_kwargs=None, **settings):
-    again = trainer(folder, dataset or texts(60), trainer_kwargs=trainer_kwargs, **STEPS | settings)
+    again = build_trainer(folder, dataset or texts(60), trainer_kwargs=trainer_kwargs, **STEPS | settings)
     again.train(resume_from_checkpoint=checkpoint if checkpoint is True else str(folder / checkpoint))
     return again
 
@@ -85,17 +85,17 @@ def test_true_means_the_newest_whole_checkpoint(run, folder, caplog):
 def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     """For job scripts: the same command starts a run and continues it."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    first = trainer(tmp_path, texts(40), **settings)
+    first = build_trainer(tmp_path, texts(40), **settings)
     first.train(resume_from_checkpoint="newest")
     assert first.restart.resumed is None
     assert first.state.global_step == 4
-    again = trainer(tmp_path, texts(40), **settings | {"max_steps": 6})
+    again = build_trainer(tmp_path, texts(40), **settings | {"max_steps": 6})
     again.train(resume_from_checkpoint="newest")
     assert again.restart.resumed[0].endswith("checkpoint-4")
     assert again.state.global_step == 6
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
         (tmp_path / name / "trainer_state.json").unlink()
-    anew = trainer(tmp_path, texts(40), **settings)
+    anew = build_trainer(tmp_path, texts(40), **settings)
     anew.train(resume_from_checkpoint="newest")
     assert anew.restart.resumed is None
     assert "Starting anew: checkpoint-6 is skipped" in caplog.text
@@ -218,7 +218,7 @@ def test_checkpoints_of_other_trainers_are_refused(folder, tmp_path):
         resume(folder, "checkpoint-10", packing=False)
     with pytest.raises(ValueError, match="given with packing a stream, and it was saved with packing a table"):
         resume(folder, "checkpoint-10", stream, max_steps=24)
-    trainer(tmp_path / "stream", stream, **STEPS, max_steps=2, save_strategy="steps", save_steps=2).train()
+    build_trainer(tmp_path / "stream", stream, **STEPS, max_steps=2, save_strategy="steps", save_steps=2).train()
     with pytest.raises(ValueError, match="given with packing a table, and it was saved with packing a stream"):
         resume(tmp_path / "stream", "checkpoint-2")
     unpacked = resume(tmp_path / "unpacked", "checkpoint-10", packing=False)
@@ -453,10 +453,10 @@ def determinism(monkeypatch):
 def test_a_restart_under_full_determinism_is_exact(determinism, tmp_path):
     """On a GPU only then: no operation of a packed step refuses it here."""
     settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer(tmp_path / "whole", texts(), **settings)
+    whole = build_trainer(tmp_path / "whole", texts(), **settings)
     whole.train()
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    resumed = trainer(tmp_path / "resumed", texts(), **settings)
+    resumed = build_trainer(tmp_path / "resumed", texts(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert torch.equal(weights(whole), weights(resumed))

@@ -10,7 +10,7 @@ from packaging.version import Version
 from support.examples import leaking_example
 from support.features import needs
 from support.models import build_tiny_model
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 from support.versions import TRL, enable_checkpointing, is_checkpointing
 from transformers import TrainerCallback
 
@@ -28,7 +28,7 @@ KINDS = ["packed", "unpacked", "stock", "stock packed"]
 def build(kind, model, folder, **settings):
     settings = {"max_steps": 2, "learning_rate": 1e-2, "packing": "unpacked" not in kind and kind != "stock"} | settings
     of_trl = {"trainer_class": trl.SFTTrainer, "config_class": trl.SFTConfig} if kind.startswith("stock") else {}
-    return trainer(folder, texts(12), model, **of_trl, **settings)
+    return build_trainer(folder, texts(12), model, **of_trl, **settings)
 
 
 def checkpointing(reentrant):
@@ -150,7 +150,7 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
 @pytest.mark.parametrize("model_type", ["llama", "bloom", pytest.param("lfm2", marks=needs("hybrids"))])
 def test_two_trainers_train_at_once_in_threads_as_one_after_the_other(model_type, tmp_path):
     runs = [
-        trainer(tmp_path / f"{order}{seed}", texts(12), model_type, max_steps=3, learning_rate=1e-2, seed=seed)
+        build_trainer(tmp_path / f"{order}{seed}", texts(12), model_type, max_steps=3, learning_rate=1e-2, seed=seed)
         for order in ("after", "at once")
         for seed in (1, 2)
     ]

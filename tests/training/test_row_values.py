@@ -9,7 +9,7 @@ import torch
 from datasets import ClassLabel, Dataset, concatenate_datasets, load_from_disk
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, weight_difference
-from support.runs import config, start_weights, texts, trainer, weights
+from support.runs import build_trainer, config, start_weights, texts, weights
 from support.runs import documents_of as packed_documents
 from test_objective import first_step
 
@@ -122,7 +122,7 @@ class Recorded(SFTTrainer):
 
 
 def recorded(folder, dataset=ROWS, **settings):
-    run = trainer(folder, dataset, trainer_class=Recorded, **{"gradient_accumulation_steps": 2} | SGD | settings)
+    run = build_trainer(folder, dataset, trainer_class=Recorded, **{"gradient_accumulation_steps": 2} | SGD | settings)
     run.steps = []
     return run
 
@@ -153,7 +153,7 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
     sizes = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3}
     data = ROWS.to_iterable_dataset() if "max_steps" in settings else ROWS
-    run = trainer(tmp_path, data, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
+    run = build_trainer(tmp_path, data, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
     batches, num_items = first_step(run)
     documents = [document for batch in batches for document in documents_of(batch, LIST)]
     assert len(documents) > 8
@@ -183,7 +183,7 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
 
 
 def trained(folder, dataset, **settings):
-    run = trainer(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
+    run = build_trainer(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
     run.train()
     return run
 
@@ -201,7 +201,7 @@ def test_unset_nothing_changes_to_the_bit(packing, tmp_path):
 def test_a_step_of_weight_0_trains_nothing(tmp_path):
     values = [0.0] * (len(ROWS) - 1) + [1.0]
     dataset = ROWS.remove_columns("share").add_column("share", values)
-    run = trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
+    run = build_trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
     run.train()
     assert run.state.log_history[1]["loss"] == 0.0
     assert torch.equal(weights(run), start_weights())
@@ -217,7 +217,7 @@ def test_evaluation_has_a_loss_per_source(packing, tmp_path):
     given = {"eval_dataset": both, "compute_metrics": lambda _: {}}
     expected = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")[1][0]
     for eval_packing in (True, False):
-        run = trainer(tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=given, **COLUMNS)
+        run = build_trainer(tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=given, **COLUMNS)
         for metric in (given["compute_metrics"], None):  # with a metric, full logits are computed
             run.compute_metrics = metric
             found = run.evaluate()
@@ -292,7 +292,7 @@ def test_sources_of_an_unpacked_stream_are_those_of_the_table(tmp_path):
     stream = concatenate_datasets(shards).to_iterable_dataset(2)
     common = {"max_steps": 5, "packing": False, "per_device_train_batch_size": 2, "dataloader_num_workers": 2}
     common |= {"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"} | SGD | COLUMNS
-    runs = [trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]
+    runs = [build_trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]
     for run in runs:
         run.train()
     entries = [
@@ -327,7 +327,7 @@ BAD_WHERE_READ = {
 def test_a_stream_refuses_bad_values_where_it_reads_them(name, tmp_path):
     dataset, settings, message = BAD_WHERE_READ[name]
     settings = {"max_steps": 4, "per_device_train_batch_size": 8} | settings
-    run = trainer(tmp_path, dataset.to_iterable_dataset(), **settings)
+    run = build_trainer(tmp_path, dataset.to_iterable_dataset(), **settings)
     with pytest.raises(ValueError, match=message):
         run.train()
 
@@ -357,7 +357,7 @@ def test_dropped_rows_take_their_weights_with_them(tmp_path):
     rows.insert(5, {"messages": [{"role": "user", "content": None}, answer], "share": 9.0, "source": "z"})
     for packing in (True, False):
         settings = {"bad_rows": "drop", "assistant_only_loss": True, "packing": packing, "shuffle_dataset": True}
-        run = trainer(tmp_path, Dataset.from_list(rows), per_device_train_batch_size=9, **COLUMNS | settings)
+        run = build_trainer(tmp_path, Dataset.from_list(rows), per_device_train_batch_size=9, **COLUMNS | settings)
         batches, _ = first_step(run)
         for batch in batches:
             trained_tokens = (batch["labels"][:, 1:] != -100).sum()
@@ -386,7 +386,7 @@ REFUSED = {
 def test_what_cannot_work_is_refused(name, tmp_path):
     dataset, settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        trainer(tmp_path, dataset, **settings)
+        build_trainer(tmp_path, dataset, **settings)
 
 
 def test_too_many_sources_are_refused(tmp_path):
@@ -395,13 +395,15 @@ def test_too_many_sources_are_refused(tmp_path):
 
     said = rf"it has {MAX_SOURCES + 1} different values \(row 0, .*at most {MAX_SOURCES}"
     with pytest.raises(ValueError, match=said):
-        trainer(tmp_path, dataset(MAX_SOURCES + 1), source_column="id")
-    assert trainer(tmp_path, dataset(MAX_SOURCES), source_column="id")
+        build_trainer(tmp_path, dataset(MAX_SOURCES + 1), source_column="id")
+    assert build_trainer(tmp_path, dataset(MAX_SOURCES), source_column="id")
 
 
 def test_an_evaluation_set_with_a_bad_source_is_refused_before_training(tmp_path):
     test = ROWS.remove_columns("source").add_column("source", np.linspace(0, 1, NUM).astype(np.float32))
-    run = trainer(tmp_path, ROWS, eval_strategy="epoch", trainer_kwargs={"eval_dataset": test}, source_column="source")
+    run = build_trainer(
+        tmp_path, ROWS, eval_strategy="epoch", trainer_kwargs={"eval_dataset": test}, source_column="source"
+    )
     with pytest.raises(ValueError, match="in the evaluation dataset this column has type float"):
         run.train()
     assert run.state.global_step == 0

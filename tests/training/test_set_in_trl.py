@@ -6,7 +6,7 @@ import pytest
 import torch
 import trl
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, texts, trainer, weights
+from support.runs import build_trainer, config, texts, weights
 
 import trl_packfix
 
@@ -28,13 +28,13 @@ def set_in_trl(monkeypatch, trainer_class=trl_packfix.SFTTrainer):
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_class_that_is_set_in_trl_trains_as_ours(packing, tmp_path, monkeypatch):
     settings = {"packing": packing, "max_steps": 2, "learning_rate": 1e-2}
-    ours = trainer(tmp_path / "ours", texts(8), **settings)
+    ours = build_trainer(tmp_path / "ours", texts(8), **settings)
     start = weights(ours)
     ours.train()
     set_in_trl(monkeypatch)
     from trl import SFTConfig, SFTTrainer
 
-    run = trainer(tmp_path / "set", texts(8), trainer_class=SFTTrainer, config_class=SFTConfig, **settings)
+    run = build_trainer(tmp_path / "set", texts(8), trainer_class=SFTTrainer, config_class=SFTConfig, **settings)
     run.train()
     assert SFTTrainer is trl_packfix.SFTTrainer
     assert torch.equal(weights(run), weights(ours))
@@ -53,4 +53,4 @@ def test_a_config_of_trl_that_was_made_before_keeps_its_strategy(tmp_path, monke
 def test_a_sampler_of_a_class_that_is_set_in_trl_is_refused(tmp_path, monkeypatch):
     set_in_trl(monkeypatch, OwnSampler)
     with pytest.raises(ValueError, match=r"`OwnSampler\._get_train_sampler`"):
-        trainer(tmp_path, texts(8), trainer_class=trl.SFTTrainer)
+        build_trainer(tmp_path, texts(8), trainer_class=trl.SFTTrainer)

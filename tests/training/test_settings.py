@@ -15,7 +15,7 @@ import trl
 from peft import LoraConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
-from support.runs import config, start_weights, texts, trainer, weights
+from support.runs import build_trainer, config, start_weights, texts, weights
 from support.versions import scores_tokens, selects_checkpoints
 from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import ModelConfig
@@ -143,7 +143,7 @@ NEEDS = {"selective checkpointing": selects_checkpoints}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> torch.Tensor:
-    run = trainer(tmp_path_factory.mktemp("plain"), texts(), **BASE)
+    run = build_trainer(tmp_path_factory.mktemp("plain"), texts(), **BASE)
     run.train()
     assert weight_difference(weights(run), start_weights(), start_weights() + 1, 0) > 0
     return weights(run)
@@ -164,7 +164,7 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
     settings = KEEP_WEIGHTS[group]
     defaults = config(tmp_path)
     given = {"trainer_kwargs": {"eval_dataset": texts(10, 1)}} if "eval_strategy" in settings else {}
-    run = trainer(tmp_path, texts(), **BASE | settings | given)
+    run = build_trainer(tmp_path, texts(), **BASE | settings | given)
     for name, value in settings.items():
         assert getattr(run.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
     assert any(getattr(defaults, name) != value for name, value in settings.items())
@@ -177,7 +177,7 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path):
-    run = trainer(
+    run = build_trainer(
         tmp_path, texts(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}, max_steps=1
     )
     with pytest.raises(PackingLeakError, match=r"without packing, and it raised: pin_memory=True .* not the cause"):
@@ -226,7 +226,7 @@ def test_documents_beyond_the_positions_need_a_rope_that_stretches(tmp_path):
     """Dynamic RoPE is made for them. Its angles depend on the longest row, so documents get their own."""
     rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
     model = build_tiny_model("qwen2", max_position_embeddings=32, **rope)
-    run = trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
+    run = build_trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
     assert run.data.source.documents.lengths.max() > 32
     run.train()
     assert run.packed_model.is_proved

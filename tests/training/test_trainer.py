@@ -18,7 +18,7 @@ from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
-from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, stock, texts, trainer, weights
+from support.runs import ANSWER, PROMPT, TOOL, build_trainer, documents_of, start_weights, stock, texts, weights
 from support.versions import TRL, trl_trains
 from sweep import zoo
 from transformers.integrations import integration_utils
@@ -157,7 +157,7 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
     settings |= {"max_length": 24 if truncated else 128, "learning_rate": 1e-2, "packing": False}
     results = []
     for kind, of in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
-        run = trainer(tmp_path, texts(), trainer_class=kind, config_class=of, **settings)
+        run = build_trainer(tmp_path, texts(), trainer_class=kind, config_class=of, **settings)
         run.train()
         results.append(weights(run))
     if Version("1.16") <= TRL:
@@ -169,7 +169,7 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
 
 def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):
     data = Dataset.from_dict({"input_ids": [[5, 6, 7], [5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [-100] * 3, [8, 9]]})
-    run = trainer(tmp_path, data, packing=False, max_length=None)
+    run = build_trainer(tmp_path, data, packing=False, max_length=None)
     assert len(run.train_dataset) == 2
     assert "1 of 3 documents have no trained token" in caplog.text
 
@@ -196,7 +196,7 @@ FORMS = {
 @pytest.mark.parametrize("form, strategy", [*((form, "stream") for form in FORMS), ("text", "bfd")])
 def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_path):
     make, settings = FORMS[form]
-    packed = trainer(tmp_path, make(), packing_strategy=strategy, **settings)
+    packed = build_trainer(tmp_path, make(), packing_strategy=strategy, **settings)
     rows = stock(tmp_path, make(), **settings).train_dataset
     expected = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
     got = [document for batch in packed.get_train_dataloader() for document in documents_of(batch)]
@@ -205,7 +205,7 @@ def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_p
 
 def test_formatting_func(tmp_path):
     data = Dataset.from_dict({"a": ["x", "yy"], "b": ["zzz", "w"]})
-    run = trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
+    run = build_trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
     (batch,) = run.get_train_dataloader()
     found = sorted(run.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
     assert found == ["x-zzz<|im_end|>", "yy-w<|im_end|>"]
@@ -213,7 +213,7 @@ def test_formatting_func(tmp_path):
 
 def test_rows_that_are_packs_keep_their_documents(tmp_path):
     data = Dataset.from_dict({"input_ids": [[9, 8, 7, 6, 5], [4, 3]], "seq_lengths": [[2, 3], [2]]})
-    run = trainer(tmp_path, data)
+    run = build_trainer(tmp_path, data)
     (batch,) = run.get_train_dataloader()
     assert [tokens for tokens, _ in documents_of(batch)] == [[4, 3], [7, 6, 5], [9, 8]]
 
@@ -221,7 +221,9 @@ def test_rows_that_are_packs_keep_their_documents(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
-    run = trainer(tmp_path, texts(48), packing_strategy=strategy, num_train_epochs=3, max_length=40, learning_rate=1e-2)
+    run = build_trainer(
+        tmp_path, texts(48), packing_strategy=strategy, num_train_epochs=3, max_length=40, learning_rate=1e-2
+    )
     steps = len(run.get_train_dataloader())
     run.train()
     assert run.state.global_step == 3 * steps == run.state.max_steps
@@ -230,10 +232,10 @@ def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
 
 
 def test_padding_free_without_packing_means_minibatch(tmp_path):
-    run = trainer(tmp_path, texts(), packing=False, padding_free=True)
+    run = build_trainer(tmp_path, texts(), packing=False, padding_free=True)
     assert (run.args.packing, run.args.packing_strategy) == (True, "minibatch")
     # TRL asks for `max_length=None` here; then the longest document is the limit
-    longest = trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
+    longest = build_trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
     assert longest.data.source.make_planner().packing.max_length == longest.data.source.documents.lengths.max()
     longest.train()
 
@@ -249,7 +251,7 @@ FILLED = {"dataloader_drop_last": True, "pad_to_multiple_of": 32, "dataloader_nu
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [OTHERS, FILLED | {"pad_documents_to_multiple_of": 16}], ids=str)
 def test_settings_of_trl_work_packed(settings, tmp_path):
-    run = trainer(tmp_path, texts(), max_steps=2, **settings)
+    run = build_trainer(tmp_path, texts(), max_steps=2, **settings)
     run.train()
     assert run.state.global_step == 2
     assert np.isfinite(run.state.log_history[-1]["train_loss"])
@@ -259,7 +261,7 @@ def test_settings_of_trl_work_packed(settings, tmp_path):
 @pytest.mark.parametrize("model", ["llama", "bloom"])  # as it is, and repaired
 def test_compiled_training_is_training(model, tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    runs = [trainer(tmp_path, texts(), model, max_steps=3, learning_rate=1e-2, **more) for more in ({}, compiled)]
+    runs = [build_trainer(tmp_path, texts(), model, max_steps=3, learning_rate=1e-2, **more) for more in ({}, compiled)]
     for run in runs:
         torch.compiler.reset()
         run.train()
@@ -273,7 +275,7 @@ def test_compiled_training_is_training(model, tmp_path):
 @pytest.mark.parametrize("eval_packing", [True, False])
 def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packing, tmp_path):
     """`dataloader_multiprocessing_context="forkserver"`, where forking is not safe; starting one would take seconds."""
-    run = trainer(tmp_path, texts(), eval_packing=eval_packing, trainer_kwargs={"eval_dataset": texts(9)})
+    run = build_trainer(tmp_path, texts(), eval_packing=eval_packing, trainer_kwargs={"eval_dataset": texts(9)})
     for loader in (run.get_train_dataloader(), run.get_eval_dataloader()):
         dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
         indices = next(iter(loader.batch_sampler))
@@ -294,7 +296,7 @@ def test_lazy_names():
 
 @pytest.mark.slow
 def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(tmp_path):
-    ours = trainer(tmp_path, texts(12), max_steps=2, trainer_kwargs={"eval_dataset": texts(5)})
+    ours = build_trainer(tmp_path, texts(12), max_steps=2, trainer_kwargs={"eval_dataset": texts(5)})
     own = ours.packed_model.attention.previous
     ours.train()
     model = ours.model.train()
@@ -312,7 +314,7 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(t
     loss = ours.evaluate()["eval_loss"]
     assert ours.args.packing
     assert model.config._attn_implementation == own
-    again = trainer(tmp_path, texts(12), packing=False, model=model)
+    again = build_trainer(tmp_path, texts(12), packing=False, model=model)
     assert again.evaluate(texts(5))["eval_loss"] == pytest.approx(loss, rel=1e-5)
     ours.train()  # packs run again
     assert ours.state.global_step == 2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from support.features import needs
 from support.models import build_tiny_model
-from support.runs import start_weights, stock, trainer, weights
+from support.runs import build_trainer, start_weights, stock, weights
 from support.user_code import USER_CODE, with_mean, with_step, with_teacher
 from support.versions import trl_trains
 from transformers import TrainerCallback
@@ -54,11 +54,11 @@ def run_both(folder, name, data=None, **settings):
     settings = SETTINGS | settings
     data = documents() if data is None else data
     extra = {"trainer_kwargs": {"compute_loss_func": loss_func}}
-    packed = trainer(
+    packed = build_trainer(
         folder, data, trainer_class=make_class(SFTTrainer), packing_strategy="minibatch", **extra, **settings
     )
     config = {"config_class": trl.SFTConfig, "packing": False}
-    unpacked = trainer(folder, data, trainer_class=make_class(trl.SFTTrainer), **config, **extra, **settings)
+    unpacked = build_trainer(folder, data, trainer_class=make_class(trl.SFTTrainer), **config, **extra, **settings)
     for run in (packed, unpacked):
         run.train()
     return packed, unpacked
@@ -105,7 +105,7 @@ def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
             seen.append((self.state.global_step, int((inputs["labels"] != -100).sum())))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    run = trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
+    run = build_trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
     run.train()
     for step in range(run.state.global_step):
         counts = [count for at, count in seen if at == step]
@@ -120,7 +120,7 @@ def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
 
 def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_packfix"):
-        run = trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
+        run = build_trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
         run.train()
     schedule = run.data.source.planner.schedule(0)
     trained = run.data.source.documents.trained
@@ -133,8 +133,8 @@ def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
 
 def test_nothing_is_said_without_user_code_or_of_steps_of_one_micro_batch(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_packfix"):
-        trainer(tmp_path, documents(), max_steps=1, gradient_accumulation_steps=3).train()
-        trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1).train()
+        build_trainer(tmp_path, documents(), max_steps=1, gradient_accumulation_steps=3).train()
+        build_trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1).train()
     assert not [record for record in caplog.records if "micro-batch" in record.getMessage()]
 
 
@@ -172,7 +172,7 @@ def test_families_are_evened_out_too(tmp_path):
     begin = list(range(10, 50))
     data = Dataset.from_dict({"input_ids": [begin + [60 + i] * (1 + i % 9) for i in range(40)]})
     settings = {"share_prefixes": "family", "packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
-    run = trainer(tmp_path, data, trainer_class=USER_CODE["penalty"][0](SFTTrainer), max_steps=1, **settings)
+    run = build_trainer(tmp_path, data, trainer_class=USER_CODE["penalty"][0](SFTTrainer), max_steps=1, **settings)
     assert isfinite(run.train().training_loss)
     units = run.data.source.planner.units(0)
     assert len(units) < len(data), "no families"
@@ -188,7 +188,7 @@ def test_a_loader_of_the_users_own_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"`OwnLoader.get_train_dataloader`, which does not call .* given with packing"
     ):
-        trainer(tmp_path, documents(), trainer_class=OwnLoader).train()
+        build_trainer(tmp_path, documents(), trainer_class=OwnLoader).train()
 
 
 def test_a_loader_that_wraps_ours_trains(tmp_path):
@@ -196,11 +196,11 @@ def test_a_loader_that_wraps_ours_trains(tmp_path):
         def get_train_dataloader(self):
             return super().get_train_dataloader()
 
-    assert isfinite(trainer(tmp_path, documents(), trainer_class=Wrapped, max_steps=1).train().training_loss)
+    assert isfinite(build_trainer(tmp_path, documents(), trainer_class=Wrapped, max_steps=1).train().training_loss)
 
 
 def test_the_report_says_that_the_users_step_is_not_tested(tmp_path):
-    run = trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
+    run = build_trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
     run.train()
     assert "without OwnStep.training_step, which is not tested" in run.packing_report.first_step
 
@@ -209,7 +209,7 @@ def test_the_report_says_that_the_users_step_is_not_tested(tmp_path):
 
 
 def run_with_teacher(folder, base, model_type, prepares=True, **settings):
-    run = trainer(
+    run = build_trainer(
         folder,
         documents(),
         model_type,
@@ -247,7 +247,7 @@ def test_the_trained_model_without_boundaries_is_refused(tmp_path):
             return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
 
     with pytest.raises(ValueError, match=r"without their boundaries.*model\(\*\*inputs\)"):
-        trainer(tmp_path, documents(), trainer_class=WithoutBoundaries, **SEVERAL).train()
+        build_trainer(tmp_path, documents(), trainer_class=WithoutBoundaries, **SEVERAL).train()
 
 
 def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path):
@@ -262,14 +262,14 @@ def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path
             self.token_weights(inputs["input_ids"])
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    run = trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
+    run = build_trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
     run.teacher = build_tiny_model("llama", seed=9).eval()
     run.token_weights = torch.nn.Embedding(300, 1)
     assert isfinite(run.train().training_loss)
 
 
 def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
-    run = trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
+    run = build_trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
     run.teacher = copy.deepcopy(run.model).eval()
     with pytest.raises(ValueError, match=r"A deep copy of a LlamaForCausalLM .*`del copy.forward`"):
         run.train()
@@ -292,7 +292,7 @@ def test_attention_that_a_callback_sets_is_set_back_in_packs(tmp_path):
     """On OPT sdpa lets documents of packs see each other, which changes 0.1 of an update and more."""
     settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     extra = {"trainer_kwargs": {"callbacks": [SetsAttention()]}}
-    packed = trainer(tmp_path, documents(), "opt", packing_strategy="minibatch", **extra, **settings)
+    packed = build_trainer(tmp_path, documents(), "opt", packing_strategy="minibatch", **extra, **settings)
     with pytest.warns(UserWarning, match=r"attn_implementation='sdpa' was set .*'packfix_varlen' is set again"):
         packed.train()
     unpacked = stock(tmp_path, documents(), "opt", **extra, **settings)
@@ -326,7 +326,7 @@ class Shifted(torch.nn.Module):
 def test_a_module_that_a_callback_swaps_in_is_tested(tmp_path, caplog):
     swaps = {"trainer_kwargs": {"callbacks": [Swaps(copy.deepcopy)]}}
     with caplog.at_level(logging.WARNING, "trl_packfix"):
-        trainer(tmp_path, documents(), max_steps=3, **swaps).train()
+        build_trainer(tmp_path, documents(), max_steps=3, **swaps).train()
     (text,) = [record.getMessage() for record in caplog.records if "were changed" in record.getMessage()]
     assert text.startswith("Modules of LlamaForCausalLM were changed before optimizer step 2, so documents in packs")
 
@@ -334,7 +334,7 @@ def test_a_module_that_a_callback_swaps_in_is_tested(tmp_path, caplog):
 def test_a_leaking_module_that_a_callback_swaps_in_is_refused(tmp_path):
     swaps = {"trainer_kwargs": {"callbacks": [Swaps(Shifted)]}}
     with pytest.raises(PackingLeakError):
-        trainer(tmp_path, documents(), max_steps=3, on_leak="raise", **swaps).train()
+        build_trainer(tmp_path, documents(), max_steps=3, on_leak="raise", **swaps).train()
 
 
 # Hooks that the tests before the first step meet
@@ -393,7 +393,7 @@ def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay(
 def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_path):
     settings = SETTINGS | {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     settings["learning_rate"] = 0.0 if register is fuse_optimizer else 0.05
-    packed = trainer(tmp_path, documents(), packing_strategy="minibatch", **settings)
+    packed = build_trainer(tmp_path, documents(), packing_strategy="minibatch", **settings)
     unpacked = stock(tmp_path, documents(), **settings)
     for run in (packed, unpacked):
         register(run)
@@ -404,7 +404,7 @@ def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_p
 
 
 def test_forward_hooks_run_in_the_tests_and_the_report_says_so(tmp_path):
-    run = trainer(tmp_path, documents(), max_steps=1)
+    run = build_trainer(tmp_path, documents(), max_steps=1)
 
     def observe(module, args, output):
         pass
@@ -416,7 +416,7 @@ def test_forward_hooks_run_in_the_tests_and_the_report_says_so(tmp_path):
 
 
 def test_a_forward_hook_that_trains_is_refused(tmp_path):
-    run = trainer(tmp_path, documents(), max_steps=1)
+    run = build_trainer(tmp_path, documents(), max_steps=1)
 
     def train(module, args, output):
         with torch.no_grad():
@@ -429,7 +429,7 @@ def test_a_forward_hook_that_trains_is_refused(tmp_path):
 
 def test_no_hooks_are_named_without_any(tmp_path):
     """Neither those of this package nor those of the libraries."""
-    run = trainer(
+    run = build_trainer(
         tmp_path, documents(), max_steps=1, trainer_kwargs={"peft_config": LoraConfig(target_modules=["q_proj"])}
     )
     run.train()

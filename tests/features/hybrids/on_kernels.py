@@ -28,7 +28,7 @@ import torch
 from peft import LoraConfig
 from support.host_reads import ReadsOfSteps
 from support.launch import print_rows, seen_by
-from support.runs import texts, trainer
+from support.runs import build_trainer, texts
 from support.strict_varlen import StrictVarlen
 from sweep import page, zoo
 from sweep.double import in_double
@@ -72,7 +72,7 @@ def change(folder: Path, model_type: str, lora: bool, **settings) -> tuple[torch
     torch.manual_seed(0)
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
     sgd = {"optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "max_steps": 3, "seed": 3}
-    run = trainer(folder, texts(), model, peft, **sgd, **settings)
+    run = build_trainer(folder, texts(), model, peft, **sgd, **settings)
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     recorded()
@@ -128,7 +128,7 @@ def reads(model_type: str) -> dict:
         mock.patch.object(varlen, "FLASH_DEVICES", {"cpu"}),
         StrictVarlen(),
     ):
-        run = trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
+        run = build_trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
         watch.switch = lambda is_on: recorded() if is_on else found.update(recorded())
         found: dict = {}
         run.train()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.models import build_tiny_model
-from support.runs import texts, trainer, weights
+from support.runs import build_trainer, texts, weights
 from support.versions import enable_checkpointing
 from sweep import zoo
 from sweep.double import in_double
@@ -218,7 +218,9 @@ def test_what_is_not_found_is_repaired(monkeypatch):
 @pytest.mark.sweep
 def test_compiled_mixers_start_anew_in_each_document(tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    runs = [trainer(tmp_path, texts(), "lfm2", max_steps=2, learning_rate=1e-2, **more) for more in ({}, compiled)]
+    runs = [
+        build_trainer(tmp_path, texts(), "lfm2", max_steps=2, learning_rate=1e-2, **more) for more in ({}, compiled)
+    ]
     for run in runs:
         torch.compiler.reset()
         run.train()

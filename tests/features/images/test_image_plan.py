@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Image, List, load_from_disk
 from peft import LoraConfig
 from support.features import PRESENT
 from support.models import build_tokenizer
-from support.runs import trainer
+from support.runs import build_trainer
 from support.vision import MESSAGES, build_model, build_processor, message, picture, rows
 from transformers import AutoProcessor
 
@@ -34,7 +34,7 @@ def workplace(tmp_path_factory):
 
 def made(folder, workplace, dataset, processor=None, **settings):
     processor = processor or AutoProcessor.from_pretrained(workplace / "model")
-    return trainer(folder, dataset, build_model("llava"), processing_class=processor, **settings)
+    return build_trainer(folder, dataset, build_model("llava"), processing_class=processor, **settings)
 
 
 def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):

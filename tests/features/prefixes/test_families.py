@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planners import make_epochs, of_units
 from support.prefixes import forest
-from support.runs import trainer
+from support.runs import build_trainer
 
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
@@ -461,7 +461,7 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
     read: list[int] = []
     monkeypatch.setattr(TokenReader, "read_first_tokens", lambda self, *args, **kwargs: read.append(1))
     settings = {"max_length": 96, "per_device_train_batch_size": 4, "max_steps": 2}
-    found = trainer(tmp_path, forest(), share_prefixes=name, **settings)
+    found = build_trainer(tmp_path, forest(), share_prefixes=name, **settings)
     found.train()
     shares = [entry["computed_share"] for entry in found.state.log_history if "computed_share" in entry]
     assert not read

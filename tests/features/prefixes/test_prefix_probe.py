@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.models import build_tiny_model
-from support.runs import trainer
+from support.runs import build_trainer
 from sweep import zoo
 from sweep.judge import PrefixJudge, with_prefixes
 from transformers.utils import logging
@@ -137,7 +137,7 @@ ALIKE = Dataset.from_dict({"text": [BEGINNING + end for end in ("one", "two", "t
 
 def rows_trained(folder, **settings):
     """Return a trainer after two steps, and the numbers of rows of its last two batches."""
-    run = trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
+    run = build_trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
     rows = []
     run.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
     run.train()
@@ -175,14 +175,14 @@ def test_a_trainer_refuses_where_documents_cannot_be_packed_whole(model, setting
     model = zoo.build_model(model)
     model.resize_token_embeddings(300)
     with pytest.raises(PackingLeakError, match=f"`share_prefixes='{settings['share_prefixes']}'` was given.*{reason}"):
-        trainer(tmp_path, ALIKE, model=model, max_steps=1, **settings).train()
+        build_trainer(tmp_path, ALIKE, model=model, max_steps=1, **settings).train()
 
 
 def test_evaluation_before_training_proves_first(tmp_path):
-    run = trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
+    run = build_trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
     shared = run.evaluate()["eval_loss"]
     assert run.packed_model.feature_is_proved
-    whole = trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
+    whole = build_trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
     assert shared == pytest.approx(whole, rel=1e-6)
     assert shared > 1
 

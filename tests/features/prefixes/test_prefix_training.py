@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from ranks import faults
 from support.prefixes import forest, shared_prefixes
-from support.runs import trainer
+from support.runs import build_trainer
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import SFTTrainer
@@ -31,7 +31,7 @@ def run(plant=None, **more):
     """Train five steps, and return the trainer and its trained weights."""
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = trainer(folder, DOCUMENTS, **(OURS | SGD | more))
+        found = build_trainer(folder, DOCUMENTS, **(OURS | SGD | more))
         found.remove_callback(PrinterCallback)
         if plant is not None:
             plant(found)
@@ -53,7 +53,7 @@ def logged(found, name: str) -> list[float]:
 
 def test_flops_are_those_of_the_computed_tokens(tmp_path):
     """Count for a token what it adds to the cost of its document, and count a shared token once."""
-    found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
+    found = build_trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
     found.training_objective.count_batch(batch, shared, shared.trained)
@@ -72,7 +72,7 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
 
 
 def test_evaluation_mode_does_not_compute_a_loss_of_rows(tmp_path):
-    found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
+    found = build_trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = next(iter(found.get_train_dataloader()))
     assert shared_prefixes([batch])
     found.model.eval()
@@ -113,7 +113,7 @@ def evaluated(folder, **settings):
     """Evaluate, and return the run, its metrics, the rows that were computed and the number of batches."""
     settings = {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings
     given = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}} | OURS | SGD | COLUMNS
-    found = trainer(folder, DOCUMENTS, **given | settings)
+    found = build_trainer(folder, DOCUMENTS, **given | settings)
     found.evaluate()
     batches = list(found.get_eval_dataloader())
     rows = sum(batch["labels"].numel() for batch in batches)
@@ -157,7 +157,7 @@ def test_losses_of_the_user_are_evaluated_whole(tmp_path):
             return super().compute_loss(*args, **kwargs)
 
     given = {"trainer_class": Doubled, "trainer_kwargs": {"eval_dataset": forest(20, seed=3)}}
-    found = trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
+    found = build_trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
     batches = list(found.get_eval_dataloader())
     assert not shared_prefixes(batches)
     assert shared_prefixes(list(found.get_train_dataloader()))
@@ -169,7 +169,7 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
     rows = [{"input_ids": [*stem, 80 + i, 90], "labels": [*stem, 80 + i, 90 - i % 2]} for i in range(8)]
     data = Dataset.from_list(rows)
     given = {"trainer_kwargs": {"eval_dataset": data}, "per_device_eval_batch_size": 1}
-    found = trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
+    found = build_trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
     batches = list(found.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 96
 
