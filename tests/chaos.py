@@ -47,8 +47,8 @@ class Noting(Numbered):
 
     notes = None
 
-    def get_batch_samples(self, *given):
-        batches, num_items = super().get_batch_samples(*given)
+    def get_batch_samples(self, *args):
+        batches, num_items = super().get_batch_samples(*args)
         for batch in batches:
             print(json.dumps([self.state.global_step, document_ids(batch)]), file=self.notes, flush=True)
         return batches, num_items

@@ -106,13 +106,13 @@ def train(folder: Path, model_type: str, lora: bool, checkpointing: str) -> dict
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
     torch.manual_seed(0)
     model = build_tiny_model(model_type)
-    run = build_trainer(folder, texts(), model, peft, **settings)
-    start = weights(run)
+    trainer = build_trainer(folder, texts(), model, peft, **settings)
+    start = weights(trainer)
     recorded()
-    run.train()
+    trainer.train()
     found = {"type": model_type, "lora": lora, "checkpointing": checkpointing}
-    found |= {"trained_with": run.packed_model.attention.name, "change": weights(run) - start}
-    found |= {"repaired": len(run.packed_model.repaired), "first_step": run.packing_report.first_step}
+    found |= {"trained_with": trainer.packed_model.attention.name, "change": weights(trainer) - start}
+    found |= {"repaired": len(trainer.packed_model.repaired), "first_step": trainer.packing_report.first_step}
     return found | recorded()
 
 

@@ -23,10 +23,10 @@ SETTINGS = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm
 
 def trained(model_type, **settings):
     """Return (the trainer after its steps, its weights before)."""
-    run = build_trainer(tempfile.mkdtemp(), texts(6), build_tiny_model(model_type), **SETTINGS, **settings)
-    start = weights(run)
-    run.train()
-    return run, start
+    trainer = build_trainer(tempfile.mkdtemp(), texts(6), build_tiny_model(model_type), **SETTINGS, **settings)
+    start = weights(trainer)
+    trainer.train()
+    return trainer, start
 
 
 def judge(model_type):

@@ -170,7 +170,7 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
     assert len((EXAMPLES / "with_transformers.py").read_text().splitlines()) <= 50
     seen = []
     read = DocumentDataset.__getitems__
-    monkeypatch.setattr(DocumentDataset, "__getitems__", lambda *given: seen.append(given[1]) or read(*given))
+    monkeypatch.setattr(DocumentDataset, "__getitems__", lambda *args: seen.append(args[1]) or read(*args))
     arguments = "use_cpu=True, per_device_train_batch_size=1, num_train_epochs=2"
     quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "MAX_LENGTH = 1024": "MAX_LENGTH = 128"}
     variables = execute("with_transformers.py", workplace, monkeypatch, **quick, **{'"bfloat16"': '"float32"'})
@@ -223,13 +223,15 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     assert fork_ranks(2, one_rank), capsys.readouterr().err
     found["two"] = torch.load(tmp_path / "two.pt")
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
-    run = build_trainer(tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings)
-    run.train()
-    logs = [log for log in run.state.log_history if "grad_norm" in log]
-    evaluated = [log["eval_loss"] for log in run.state.log_history if "eval_loss" in log]
+    trainer = build_trainer(
+        tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     assert len(logs) == 8
     assert len(evaluated) == 2
-    before, expected = (flat(model.state_dict()) for model in (start, run.model))
+    before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
     for name, (weights, printed) in found.items():
         assert "24 documents in 16 micro-batches" in printed
         assert "proved on this model" in printed

@@ -135,8 +135,10 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
     counts = torch.cat([part[LAYOUT_KEY].row_counts(expected.trained) for part in parts], dim=1)
     assert torch.equal(counts, whole.row_counts(expected.trained))
     sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT_KEY].sizes(expected.trained) for part in parts]
-    assert sum(each.computed_rows for each in of_parts) == sizes.computed_rows
-    assert all(each.tokens == sizes.tokens and torch.equal(each.lengths, sizes.lengths) for each in of_parts)
+    assert sum(rank_part.computed_rows for rank_part in of_parts) == sizes.computed_rows
+    assert all(
+        rank_part.tokens == sizes.tokens and torch.equal(rank_part.lengths, sizes.lengths) for rank_part in of_parts
+    )
     assert [part[LAYOUT_KEY].group.is_leader for part in parts] == [True] + [False] * (degree - 1)
     assert {part[LAYOUT_KEY].shares_rows for part in parts} == {whole.shares_rows}
     assert {part[LAYOUT_KEY].checksum for part in parts} == {parts[0][LAYOUT_KEY].checksum}
@@ -162,7 +164,7 @@ ENTRIES = pytest.mark.parametrize("batch", entries().values(), ids=entries())
 
 
 def values_of(layout: Layout) -> dict:
-    return {each.name: getattr(layout, each.name) for each in fields(layout)}
+    return {field.name: getattr(layout, field.name) for field in fields(layout)}
 
 
 def is_same(one: Layout, other: Layout) -> bool:

@@ -92,7 +92,7 @@ def made(tmp_path):
     for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
         shutil.copy2(path, tmp_path)
 
-    def run(*arguments, **given):
+    def run(*arguments, **kwargs):
         env = {
             name: value
             for name, value in os.environ.items()
@@ -100,7 +100,7 @@ def made(tmp_path):
         }
         command = ["make", "--no-print-directory", *arguments]
         done = subprocess.run(
-            command, cwd=tmp_path, env=env | given, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS
+            command, cwd=tmp_path, env=env | kwargs, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS
         )
         return done.stdout
 

@@ -97,13 +97,13 @@ def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     trained = sum(label != -100 for labels in table["labels"] for label in labels[1:])
     assert manifest["trained_tokens"] == trained
 
-    run = build_trainer(tmp_path / "a", table, max_steps=1)
-    assert run.train_dataset._fingerprint == table._fingerprint  # nothing is mapped, so no rank waits
+    trainer = build_trainer(tmp_path / "a", table, max_steps=1)
+    assert trainer.train_dataset._fingerprint == table._fingerprint  # nothing is mapped, so no rank waits
     raw = build_trainer(tmp_path / "b", Dataset.from_json(str(workplace / "rows.jsonl")))
     assert raw.train_dataset["input_ids"] == table["input_ids"][:50]
     assert raw.train_dataset["labels"] == table["labels"][:50]
-    run.train()
-    assert run.packing_report.ledger.given.tokens == manifest["tokens"]
+    trainer.train()
+    assert trainer.packing_report.ledger.given.tokens == manifest["tokens"]
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
@@ -217,7 +217,7 @@ def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
     killed = []
     monkeypatch.setattr(cli, "main", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     monkeypatch.setattr(cli.os, "kill", lambda pid, number: killed.append(number))
-    monkeypatch.setattr(cli.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(cli.signal, "signal", lambda *args: None)
     cli.run_program()
     assert killed == [signal.SIGINT]
     assert capsys.readouterr().err == "trl-packfix: interrupted\n"
@@ -233,12 +233,12 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
         (tmp_path / "elsewhere").mkdir()
         output.symlink_to("elsewhere")
 
-    def interrupted(*given, **kwargs):
+    def interrupted(*args, **kwargs):
         output.mkdir(exist_ok=True)
         (output / "precious").write_text("of another run")
         if error is not None:
             raise error
-        return right(*given, **kwargs)
+        return right(*args, **kwargs)
 
     monkeypatch.setattr(tokens, "save_tokens", interrupted)
     if error is None:
@@ -314,7 +314,7 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
         packed = build_trainer(tmp_path, data, completion_only_loss=flag)
         assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and flag)  # else made when read
         documents = [(row, [-100, *own[1:]]) for row, own in zip(rows, labels, strict=True)]
-        assert all_documents(packed) == sorted(each for each in documents if set(each[1]) != {-100})
+        assert all_documents(packed) == sorted(document for document in documents if set(document[1]) != {-100})
         assert printed("prepare", file, *tokenizer, "--output", folder, *words)["trained_tokens"] == trained
         table = load_from_disk(folder)
         assert "labels" not in table.column_names or table["labels"] == labels

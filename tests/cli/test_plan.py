@@ -33,12 +33,12 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     (found,) = printed("plan", *words, code=int(strategy != "wrapped"))["plans"]
     rows = Dataset.from_json(str(workplace / "rows.jsonl"))
     settings |= {"packing_strategy": strategy, "max_steps": 1, "packing_report": True}
-    run = build_trainer(tmp_path, rows, "qwen3", **settings)
-    run.train()
+    trainer = build_trainer(tmp_path, rows, "qwen3", **settings)
+    trainer.train()
     trained = json.loads((tmp_path / "packing_report.json").read_text())
     drawn = {name: trained.pop(name) for name in ("lines", "costs", "fills")}
-    assert drawn["lines"] == [list(line) for line in run.packing_report.lines()]
-    assert trained == json.loads(json.dumps(run.packing_report.to_dict()))
+    assert drawn["lines"] == [list(line) for line in trainer.packing_report.lines()]
+    assert trained == json.loads(json.dumps(trainer.packing_report.to_dict()))
     assert found["prefixes"]["in_packs"] < 1
     assert trained["prefixes"] is None
     planned = {name: found[name] for name in trained if name not in NOT_PLANNED}
@@ -79,12 +79,12 @@ def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
     cache = Path(data.cache_files[0]["filename"]).parent
     tables = {*cache.glob("cache-*.arrow")}
     assert tables, "`plan` has cached its tokens"
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, data, "qwen3", processing_class=AutoTokenizer.from_pretrained(workplace / "model"), **settings
     )
     assert {*cache.glob("cache-*.arrow")} == tables
-    run.get_train_dataloader()
-    trained = json.loads(json.dumps(run.packing_report.to_dict()))
+    trainer.get_train_dataloader()
+    trained = json.loads(json.dumps(trainer.packing_report.to_dict()))
     planned_names = trained.keys() - {*NOT_PLANNED} | ({"prefixes"} if name == "families" else set())
     assert {key: planned[key] for key in planned_names} == {key: trained[key] for key in planned_names}
     # Guards: each run has the part of the report that it is here for

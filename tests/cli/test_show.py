@@ -32,9 +32,9 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 @pytest.fixture
 def run(workplace):
     """Return the run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
-    run = build_trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
-    run.get_train_dataloader()
-    return run
+    trainer = build_trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
+    trainer.get_train_dataloader()
+    return trainer
 
 
 def show(workplace, capsys, *words):
@@ -51,17 +51,17 @@ def test_what_is_shown_is_what_is_trained(workplace, run, printed):
         documents = pack["documents"]
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert len(documents) > 1
-        parts = [part for each in documents for part in each["parts"]]
+        parts = [part for document in documents for part in document["parts"]]
         assert sum((part["input_ids"] for part in parts), []) == batch["input_ids"][0].tolist()
         trained = sum(([part["trained"]] * len(part["input_ids"]) for part in parts), [])
         assert trained == (batch["labels"][0] != -100).tolist()
         assert any(trained)
         assert not all(trained)
-        positions = [list(range(a, b + 1)) for a, b in (each["position_ids"] for each in documents)]
+        positions = [list(range(a, b + 1)) for a, b in (document["position_ids"] for document in documents)]
         assert sum(positions, []) == batch["position_ids"][0].tolist()
-        assert all(each["stop"] - each["start"] == each["position_ids"][1] + 1 for each in documents)
-        answers = ["".join(part["text"] for part in each["parts"] if part["trained"]) for each in documents]
-        assert all(f"answer {each['row']} " in text for each, text in zip(documents, answers, strict=True))
+        assert all(document["stop"] - document["start"] == document["position_ids"][1] + 1 for document in documents)
+        answers = ["".join(part["text"] for part in document["parts"] if part["trained"]) for document in documents]
+        assert all(f"answer {document['row']} " in text for document, text in zip(documents, answers, strict=True))
 
 
 def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, capsys):
@@ -111,7 +111,7 @@ def test_documents_that_were_cut_are_marked(workplace, run, capsys, printed):
     given = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
     documents = [each for pack in printed("show", *given, "--packs", 4) for each in pack["documents"]]
     lengths = run.data.source.reader.lengths
-    cut = [each for each in documents if each["cut_from"] is not None]
+    cut = [document for document in documents if document["cut_from"] is not None]
     assert 0 < len(cut) < len(documents)
     for each in documents:
         whole = int(lengths[each["row"]])
@@ -176,7 +176,7 @@ def test_the_picture_says_what_the_report_says(run):
     assert f"{report.num_packs} packs (stream), {report.efficiency:.1%} full" in strips.get_title(loc="left")
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
-    shown = [each for pack in report.sample.packs for each in pack.documents]
+    shown = [document for pack in report.sample.packs for document in pack.documents]
     documents = run.data.source.documents
     trained = [documents.trained[documents.row == each.row].item() for each in shown]
     boxes = [

@@ -100,14 +100,14 @@ def test_a_run_without_a_model_is_planned_as_with_the_config_of_training(words, 
         code = main([command, data, *flags, "--json"])
         return code, json.loads(capsys.readouterr().out)
 
-    def read_without_model(*given):
-        read.append(READ(*given))
+    def read_without_model(*args):
+        read.append(READ(*args))
         return read[-1]
 
     by_planning_settings = planned(read_without_model)
     assert None not in read, "this run needs the config"
     assert len(read) == 1
-    assert planned(lambda *given: None) == by_planning_settings
+    assert planned(lambda *args: None) == by_planning_settings
 
 
 WITH_CONFIG = [

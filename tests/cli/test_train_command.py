@@ -84,7 +84,7 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     theirs = sft.make_parser().parse_args_and_config(["--config", str(file)])
     compared = 0
     for mine, stock in zip(ours[:4], theirs, strict=True):
-        for name in (each.name for each in fields(type(stock))):
+        for name in (field.name for field in fields(type(stock))):
             expected = getattr(stock, name)
             found = getattr(mine, name)
             expected = [expected] if name == "dataset_name" else expected
@@ -176,7 +176,7 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, tm
     keys = yaml.safe_load(foreign)
     Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
     configs = parse_configs(["--config", "ours.yaml"])
-    known = {each.name for config in configs[:4] for each in fields(config)}
+    known = {field.name for config in configs[:4] for field in fields(config)}
     refused = [key for key in keys if key not in known]
     assert len(refused) > 8
     assert "did you mean" not in message
@@ -214,7 +214,7 @@ def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
 
 def test_foreign_keys_are_foreign_and_lead_to_fields():
     kinds = (SFTConfig, ModelConfig, TrainArguments, MixtureConfig)
-    known = {each.name for kind in kinds for each in fields(kind)}
+    known = {field.name for kind in kinds for field in fields(kind)}
     assert {value.split(":")[0] for value in RENAMED.values()} <= known
     assert not known & {*RENAMED, *NOT_NEEDED}
     assert not {*RENAMED} & {*NOT_NEEDED}

@@ -180,7 +180,9 @@ def test_scans_cost_what_torch_counts(name):
     assert scans / others > 0.05 or name == "mamba"
     # a document in one chunk: states, and pairs of its tokens
     n = min(8, found.mixers[0].chunk)
-    in_one_chunk = sum(each.layers * (each.per_token * n + each.per_pair * n * (n + 1) / 2) for each in found.mixers)
+    in_one_chunk = sum(
+        mixer.layers * (mixer.per_token * n + mixer.per_pair * n * (n + 1) / 2) for mixer in found.mixers
+    )
     expected = found.per_token * n + found.per_pair * n * (n + 1) / 2 + in_one_chunk
     assert found(np.array([n]))[0] == pytest.approx(expected)
 
@@ -257,9 +259,9 @@ def test_a_trainer_is_built_for_configs_by_layer(name, packing, tmp_path):
     settings = {key: value for key, value in settings.items() if "implementation" not in key}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**settings))
     rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
-    run = build_trainer(tmp_path, rows, model, packing=packing, per_device_train_batch_size=4)
-    assert len(run.get_train_dataloader()) == 1
-    assert run.data.cost_model == make_cost_model(model.config) != LLAMA_7B
+    trainer = build_trainer(tmp_path, rows, model, packing=packing, per_device_train_batch_size=4)
+    assert len(trainer.get_train_dataloader()) == 1
+    assert trainer.data.cost_model == make_cost_model(model.config) != LLAMA_7B
 
 
 def test_a_model_of_other_code_is_counted_by_its_class():

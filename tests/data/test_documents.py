@@ -276,5 +276,5 @@ def test_each_choice_of_documents_has_its_own_name_for_cached_plans():
     choices = [np.array(chosen) for chosen in ([True, True, False], [True, False, True], [True, True, True])]
     files = [documents.select(chosen).file for chosen in choices]
     assert len({file, *files}) == 4
-    assert {each.parent for each in files} == {file.parent}
+    assert {file.parent for file in files} == {file.parent}
     assert documents.select(choices[0].copy()).file == files[0]

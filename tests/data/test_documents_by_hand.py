@@ -229,7 +229,7 @@ def test_counts_begin_with_0():
 
 def test_counts_are_saved_with_all_arrays():
     others = {"ledger", "token_order", "fingerprint", "file"}
-    assert {*module.DOCUMENT_ARRAYS} == {each.name for each in fields(Documents)} - others
+    assert {*module.DOCUMENT_ARRAYS} == {field.name for field in fields(Documents)} - others
     arrays = {name: np.arange(2) + i for i, name in enumerate(module.DOCUMENT_ARRAYS)}
     tokens = TokenOrder(np.array([1, 0]), np.array([0, 2]))
     ledger = Ledger(*(counts_of(i, i + 1, i + 2) for i in range(4)), fragments=9, dropped={"empty": counts_of(1, 2, 3)})

@@ -191,8 +191,8 @@ def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
     seen = []
     left = []
     for _ in range(2):
-        run = build_trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
-        seen.append([documents_of(batch) for batch in run.get_train_dataloader()])
+        trainer = build_trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
+        seen.append([documents_of(batch) for batch in trainer.get_train_dataloader()])
         left.append(files(tmp_path / "data"))
     assert seen[0] == seen[1]
     assert left[0] == left[1]

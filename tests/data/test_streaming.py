@@ -422,16 +422,16 @@ FORMS = {
 def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
     table = build_trainer(tmp_path, FORMS[form]())
     expected = all_documents(table)
-    run = build_trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
+    trainer = build_trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
     got = []
-    for batch in run.get_train_dataloader():
+    for batch in trainer.get_train_dataloader():
         got += documents_of(batch)
         if len(got) >= len(expected):
             break
     assert sorted(got) == expected
-    run.train()
-    assert run.state.global_step == 2
-    assert np.isfinite(run.state.log_history[-1]["train_loss"])
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert np.isfinite(trainer.state.log_history[-1]["train_loss"])
 
 
 def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
@@ -476,8 +476,8 @@ def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
 def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path):
     common = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     build_trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
-    run = build_trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = build_trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     folders = tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4"
     before, after = (torch.load(stream_file(folder, 0), weights_only=True) for folder in folders)
     assert before["counts"] == after["counts"]
@@ -494,8 +494,8 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
             running.append(json.loads(file.read_text())["num_packs"])
 
     settings = {"max_steps": 3, "packing_report": True, "save_strategy": "steps", "save_steps": 1}
-    run = build_trainer(tmp_path, long.to_iterable_dataset(), trainer_kwargs={"callbacks": [Running()]}, **settings)
-    run.train()
+    trainer = build_trainer(tmp_path, long.to_iterable_dataset(), trainer_kwargs={"callbacks": [Running()]}, **settings)
+    trainer.train()
     assert running == [0, 1, 2]
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
@@ -516,8 +516,8 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
 
     def evaluated(eval_dataset, **further):
         kwargs = {"eval_dataset": eval_dataset, **further}
-        run = build_trainer(tmp_path, texts(), model=model, packing=packing, max_length=32, trainer_kwargs=kwargs)
-        return run, run.evaluate()
+        trainer = build_trainer(tmp_path, texts(), model=model, packing=packing, max_length=32, trainer_kwargs=kwargs)
+        return trainer, trainer.evaluate()
 
     def metric(prediction):
         return {"rows": len(prediction.predictions)}
@@ -534,7 +534,7 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
 
 
 def test_an_empty_evaluation_stream_is_refused(tmp_path):
-    run = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
-    empty = run.eval_dataset.filter(lambda row: False)
+    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
+    empty = trainer.eval_dataset.filter(lambda row: False)
     with pytest.raises(ValueError, match=r"yielded 0 examples.*Check that"):
-        run.get_eval_dataloader(empty)
+        trainer.get_eval_dataloader(empty)

@@ -206,7 +206,7 @@ def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_hist
 def test_forms_of_rows():
     messages = chat(2)
     plain = Conversation.from_row({"messages": messages})
-    turned = [{"from": each["role"], "value": each["content"]} for each in messages]
+    turned = [{"from": message["role"], "value": message["content"]} for message in messages]
     assert [m["content"] for m in Conversation.from_row({"conversations": turned}).messages] == [
         m["content"] for m in messages
     ]
@@ -237,12 +237,12 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
     given = Dataset.from_list([*data.to_list(), *silent.to_list()])
     sets = {"table": data, "stream": data.to_iterable_dataset()}
     for packing in (True, False):
-        run = run_per_turn(tmp_path, given, packing=packing, trainer_kwargs={"eval_dataset": sets})
-        assert pairs(run.eval_dataset["table"]) == pairs(run.eval_dataset["stream"]) == expected
+        trainer = run_per_turn(tmp_path, given, packing=packing, trainer_kwargs={"eval_dataset": sets})
+        assert pairs(trainer.eval_dataset["table"]) == pairs(trainer.eval_dataset["stream"]) == expected
         if packing:
-            assert all_documents(run) == sorted(expected)
-            report = run.packing_report
-            ledger = run.packing_report.ledger
+            assert all_documents(trainer) == sorted(expected)
+            report = trainer.packing_report
+            ledger = trainer.packing_report.ledger
             assert ledger.given.documents == len(expected) + 1
             assert ledger.kept.documents == len(expected)
             assert ledger.dropped["untrained"].documents == 1
@@ -252,23 +252,23 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
             )
             assert report.to_dict()["turns"]["samples"] == len(expected)
         else:
-            assert pairs(run.train_dataset) == expected
-        assert run.train_dataset["id"][: len(expected)] == [row["id"] for row, _ in turns_of(data)]
-    assert run.evaluate(data, metric_key_prefix="new")["new_loss"] == run.evaluate(sets)["eval_table_loss"]
+            assert pairs(trainer.train_dataset) == expected
+        assert trainer.train_dataset["id"][: len(expected)] == [row["id"] for row, _ in turns_of(data)]
+    assert trainer.evaluate(data, metric_key_prefix="new")["new_loss"] == trainer.evaluate(sets)["eval_table_loss"]
     with pytest.raises(ValueError, match=r"per_turn=True.*the eval dataset has the columns \['text'\]"):
-        run.evaluate(Dataset.from_dict({"text": ["a"]}))
+        trainer.evaluate(Dataset.from_dict({"text": ["a"]}))
 
 
 def test_without_stripping_it_trains_the_answers_of_assistant_only_loss_and_says_so(tmp_path, caplog):
     data = chats(6, thinks=False)
     with caplog.at_level(logging.WARNING):
-        run = run_per_turn(tmp_path, data, template=None, packing=False)
+        trainer = run_per_turn(tmp_path, data, template=None, packing=False)
         assert "of the first 6 conversations of the train dataset" in caplog.text
         caplog.clear()
         whole = run_per_turn(tmp_path, data, template=None, packing=False, per_turn=False, assistant_only_loss=True)
         run_per_turn(tmp_path, chats(6), packing=False)
         assert "renders each turn as the beginning" not in caplog.text
-    found = [[token for token in labels if token != -100] for _, labels in pairs(run.train_dataset)]
+    found = [[token for token in labels if token != -100] for _, labels in pairs(trainer.train_dataset)]
     newline = CHATML("\n")["input_ids"]  # the template has it behind the turn, outside its generation markers
     assert all(each[-1:] == newline for each in found)
     answers = [token for each in found for token in each[:-1]]
@@ -343,12 +343,12 @@ def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
     good = data.select([0, 1, 3])
     with pytest.raises(ValueError, match=said.format("eval")):
         run_per_turn(tmp_path, good, trainer_kwargs={"eval_dataset": data})
-    run = run_per_turn(tmp_path, data, bad_rows="drop")
+    trainer = run_per_turn(tmp_path, data, bad_rows="drop")
     assert "2 turns in 2 of 8 conversations of the train dataset cannot be rendered and are dropped" in caplog.text
     num = len(turns_of(data))
-    run.get_train_dataloader()
-    ledger = run.packing_report.ledger
-    report = run.packing_report
+    trainer.get_train_dataloader()
+    ledger = trainer.packing_report.ledger
+    report = trainer.packing_report
     assert ledger.dropped["bad_row"].documents == 2
     assert ledger.kept.documents == num - 2
     assert "2 turns cannot be rendered" in dict(report.lines())["conversations"]
@@ -366,9 +366,9 @@ def test_streams_are_split_while_they_are_read(tmp_path):
             read.append(row["id"])
             yield row
 
-    run = run_per_turn(tmp_path, IterableDataset.from_generator(rows), max_steps=4, per_device_train_batch_size=1)
+    trainer = run_per_turn(tmp_path, IterableDataset.from_generator(rows), max_steps=4, per_device_train_batch_size=1)
     assert max(read) < 100, "more of a stream is read before training than its data are proved by"
-    batches = [documents_of(batch) for batch in islice(run.get_train_dataloader(), 3)]
+    batches = [documents_of(batch) for batch in islice(trainer.get_train_dataloader(), 3)]
     expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats(150))]
     assert all(document in expected for batch in batches for document in batch)
     assert sum(map(len, batches)) > 4

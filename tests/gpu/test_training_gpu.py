@@ -46,11 +46,13 @@ def trained(folder, model_type="llama", lora=False, data=None, **settings):
     defaults |= {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "bf16": True}
     defaults["use_cpu"] = not ON_GPU
     torch.manual_seed(0)
-    run = build_trainer(folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings))
-    start = weights(run).cpu()
-    run.train()
-    assert run.state.global_step == run.args.max_steps
-    return run, weights(run).cpu() - start
+    trainer = build_trainer(
+        folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings)
+    )
+    start = weights(trainer).cpu()
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+    return trainer, weights(trainer).cpu() - start
 
 
 REFERENCES: dict = {}

@@ -89,7 +89,7 @@ def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Ten
         labels = labels[::-1]
     return {
         "ids": torch.cat([torch.tensor(each["input_ids"]) for each in found]),
-        "labels": torch.cat([torch.tensor(each) for each in labels]),
+        "labels": torch.cat([torch.tensor(row_labels) for row_labels in labels]),
         "owner": torch.repeat_interleave(torch.arange(len(found)), lengths),
         "position": torch.arange(len(position)) if fault == "positions go on" else position,
     }

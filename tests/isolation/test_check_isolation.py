@@ -22,7 +22,7 @@ LEAK = Leak("layer", "Layer", 0.1)
 
 @pytest.fixture(autouse=True)
 def no_thresholds(monkeypatch):
-    monkeypatch.setattr(isolation, "thresholds", lambda *given: ({}, {}))
+    monkeypatch.setattr(isolation, "thresholds", lambda *args: ({}, {}))
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def traced(monkeypatch):
     calls = []
 
     def record(name):
-        def find(probe, *given, **more):
-            calls.append((name, *given, *more.items()))
+        def find(probe, *args, **more):
+            calls.append((name, *args, *more.items()))
             return []
 
         monkeypatch.setattr(isolation, name, find)

@@ -162,7 +162,7 @@ def test_nothing_holds_above_a_tolerance_of_five_percent():
 def test_a_fault_breaks_its_law_first(fault, law):
     report = report_of(fault)
     assert report.broken[:1] == (law,)
-    assert max(each.error for each in report.laws) > 1e-2
+    assert max(law.error for law in report.laws) > 1e-2
     assert f"BROKEN  {law}" in str(report)
     if fault in loops.THREADS and law != "scale":  # all but a constant factor is found without a reference, too
         assert report_of(fault, has_reference=False).broken[:1] == (law,)
@@ -223,7 +223,7 @@ def test_a_step_that_raises_without_a_target_breaks_the_last_law():
     model, right, collate, _ = loops.make()
 
     def step(micro_batches):
-        if any((each["labels"] == -100).all() for each in micro_batches):
+        if any((micro_batch["labels"] == -100).all() for micro_batch in micro_batches):
             raise RuntimeError("empty")
         right(micro_batches)
 
@@ -242,7 +242,7 @@ def test_our_packs_hold(name):
     model.train()
 
     def step(micro_batches):
-        count = sum(int((each["labels"][:, 1:] != -100).sum()) for each in micro_batches)
+        count = sum(int((micro_batch["labels"][:, 1:] != -100).sum()) for micro_batch in micro_batches)
         for each in micro_batches:
             batch = {name: value for name, value in each.items() if name != "labels"}
             logits = model(**batch | {"use_cache": False}).logits[0, :-1]
@@ -286,7 +286,7 @@ def on_two_ranks(folder: Path) -> None:
         wrapped = DistributedDataParallel(model)
 
         def step(micro_batches, wrapped=wrapped, fault=fault):
-            count = sum(loops.num_targets(each) for each in micro_batches).float()
+            count = sum(loops.num_targets(micro_batch) for micro_batch in micro_batches).float()
             if fault != "divided by the tokens of a rank":
                 torch.distributed.all_reduce(count)
                 count = count / 2 if fault != "times the ranks" else count / 4

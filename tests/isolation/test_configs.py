@@ -99,9 +99,9 @@ def trained(file, folder, make=packed, dtype=torch.float32):
     settings["router_aux_loss_coef"] = 0.0  # a statistic of each micro-batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = make(folder, documents(model), model, **sgd, **settings)
-        run.train()
-    return run
+        trainer = make(folder, documents(model), model, **sgd, **settings)
+        trainer.train()
+    return trainer
 
 
 def check_training(file, folder, dtype=torch.float32):

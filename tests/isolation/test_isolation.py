@@ -278,18 +278,18 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
     logs = []
     for probed in (True, False):
         model = build_tiny_model("opt", dropout=0.1)
-        run = build_trainer(
+        trainer = build_trainer(
             tmp_path, texts(), model=model, max_steps=3, logging_steps=1, learning_rate=1e-2, **settings
         )
         if not probed:
-            run.callback_handler.callbacks = [
-                c for c in run.callback_handler.callbacks if type(c).__name__ != "BeforeFirstStep"
+            trainer.callback_handler.callbacks = [
+                c for c in trainer.callback_handler.callbacks if type(c).__name__ != "BeforeFirstStep"
             ]
-            run.packed_model.attach_packed_attention()
-        run.train()
-        assert (run.packing_report.isolation is not None) is probed
-        results.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
-        entries = [entry for entry in run.state.log_history if "loss" in entry]
+            trainer.packed_model.attach_packed_attention()
+        trainer.train()
+        assert (trainer.packing_report.isolation is not None) is probed
+        results.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
         logs.append([(entry["loss"], entry["num_tokens"]) for entry in entries])
     assert torch.equal(*results)
     assert logs[0] == logs[1]
@@ -298,10 +298,12 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
 
 def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, capsys):
     example = leaking_example()
-    run = build_trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True, on_leak="raise")
+    trainer = build_trainer(
+        tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True, on_leak="raise"
+    )
     with pytest.raises(PackingLeakError, match=f"Information crosses in {example.first}"):
-        run.train()
-    assert run.state.global_step == 0
+        trainer.train()
+    assert trainer.state.global_step == 0
     assert "LEAK: documents move each other by" in capsys.readouterr().out
     assert json.loads((tmp_path / "packing_report.json").read_text())["isolation"]["isolated"] is False
 
@@ -311,12 +313,12 @@ def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, ca
 def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     """fp32 weights under bf16 autocast round like bf16, and nothing outside the model's forward says so."""
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-    run = build_trainer(tmp_path, texts(), model=build_tiny_model(dtype=weights, **size), max_steps=1, bf16=True)
-    run.train()
-    found = run.packing_report.isolation
+    trainer = build_trainer(tmp_path, texts(), model=build_tiny_model(dtype=weights, **size), max_steps=1, bf16=True)
+    trainer.train()
+    found = trainer.packing_report.isolation
     assert found.isolated
     assert found.equal
-    assert run.packed_model.attention.name == "packfix_varlen"
+    assert trainer.packed_model.attention.name == "packfix_varlen"
     assert 1e-3 < found.tolerance < 0.1, "the rounding of fp32 is below 1e-5"
     example = leaking_example()
     model = build_tiny_model(example.model_type, dtype=weights)
@@ -392,10 +394,10 @@ def test_what_a_row_raises_is_no_fault_of_packs(longest, said):
 
 
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
-    run = build_trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
-    run.train()
-    assert run.packing_report.isolation.isolated
-    assert run.packing_report.isolation.tolerance < 1e-5
+    trainer = build_trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
+    trainer.train()
+    assert trainer.packing_report.isolation.isolated
+    assert trainer.packing_report.isolation.tolerance < 1e-5
 
 
 @pytest.mark.parametrize("eos", [[2], [2, 290, 299]])

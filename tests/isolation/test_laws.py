@@ -263,7 +263,7 @@ def test_the_law_of_groupings_divides_every_grouping_over_ranks():
 )
 def test_the_tolerance_is_ten_times_the_larger_change(monkeypatch, repetition, rounding, tolerance):
     found = []
-    monkeypatch.setattr(module, "_StepProbe", lambda *given: found.append(ScriptedStep()) or found[0])
+    monkeypatch.setattr(module, "_StepProbe", lambda *args: found.append(ScriptedStep()) or found[0])
     monkeypatch.setattr(ScriptedStep, "measure_repetition", lambda probe: repetition)
     monkeypatch.setattr(ScriptedStep, "measure_rounding", lambda probe: rounding)
     report = check_step(None, None, DOCUMENTS, found)
@@ -275,7 +275,7 @@ def test_one_product_of_one_document_is_a_gradient(monkeypatch):
     def gradient_of(groups):
         return right(groups) * UNIT * (groups != [[DOCUMENTS[0]]])
 
-    monkeypatch.setattr(module, "_StepProbe", lambda *given: ScriptedStep(gradient_of))
+    monkeypatch.setattr(module, "_StepProbe", lambda *args: ScriptedStep(gradient_of))
     assert check_step(None, None, DOCUMENTS, None).broken, "the sum over documents is another one"
 
 

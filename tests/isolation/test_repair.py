@@ -208,16 +208,16 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
 
 def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, capsys):
     example = leaking_example()
-    run = build_trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True)
-    run.train()
+    trainer = build_trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True)
+    trainer.train()
     shown = capsys.readouterr().out
     assert f"2 {example.module} ({example.first}) as rows of a padded batch" in shown
     assert "passed: " in shown
     assert "UNPACKED" not in shown
     assert "isolation/max_change" not in shown, "the report shows these numbers"
     assert "train_loss" in shown, "the report shows these numbers"
-    run.save_state()
-    (entry,) = [each for each in run.state.log_history if "isolation/max_change" in each]
+    trainer.save_state()
+    (entry,) = [each for each in trainer.state.log_history if "isolation/max_change" in each]
     assert entry["isolation/repaired_modules"] == 2
     assert entry["isolation/unpacked"] == 0
     assert 0 <= entry["isolation/max_change"] <= entry["isolation/tolerance"] < 1e-5
@@ -229,7 +229,7 @@ def test_padding_stays_bounded_in_a_repaired_module():
     model = build_tiny_model(example.model_type)
     packed_model(model).prove(model)
     seen = []
-    linear = next(each for each in example.attention_of(model).modules() if isinstance(each, torch.nn.Linear))
+    linear = next(module for module in example.attention_of(model).modules() if isinstance(module, torch.nn.Linear))
     linear.register_forward_hook(lambda m, args, out: seen.append(math.prod(out.shape[:-1])))
     model(**pack([200] + [5] * 60))
     assert len(seen) == 2  # as rows of one batch: 61 x 200

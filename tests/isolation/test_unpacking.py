@@ -67,8 +67,8 @@ def test_router_logits_come_without_padding():
 
 def test_the_report_says_that_and_why(tmp_path, capsys):
     model = build_tiny_model(leaking_example().model_type)
-    run = build_trainer(tmp_path, texts(), model=model, max_steps=1, packing_report=True, on_leak="unpack")
-    run.train()
+    trainer = build_trainer(tmp_path, texts(), model=model, max_steps=1, packing_report=True, on_leak="unpack")
+    trainer.train()
     shown = " ".join(capsys.readouterr().out.split())
     assert "UNPACKED, documents as rows of padded batches, because documents move each other by" in shown
     assert "passed: " in shown

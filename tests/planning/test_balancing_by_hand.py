@@ -31,7 +31,7 @@ def balance_step(monkeypatch, rows, packs, dealt, world_size=2, accumulation=1, 
     units = Units(np.array(rows), LINEAR)
     everywhere = [np.arange(len(rows))] * (world_size * accumulation)  # in every slot, which takes more time
     dealt = everywhere if dealt is None else dealt
-    monkeypatch.setattr(balance, "deal_documents", lambda *given, **more: calls.append(more) or dealt)
+    monkeypatch.setattr(balance, "deal_documents", lambda *args, **more: calls.append(more) or dealt)
     bins = Bins(capacity=10_000, accumulation=accumulation, world_size=world_size, synchronisation=synchronisation)
     return as_lists(balance_packs([np.array(pack) for pack in packs], units, bins)), len(calls)
 
@@ -213,7 +213,7 @@ def divide_plainly(slots, slot, partner):
     """
     lengths = [slots.lengths[d] for i in (slot, partner) for d in slots.documents[i]]
     held = sum(slots.lengths[d] for d in slots.documents[slot])
-    sums = {sum(each) for n in range(len(lengths) + 1) for each in combinations(lengths, n)}
+    sums = {sum(combination) for n in range(len(lengths) + 1) for combination in combinations(lengths, n)}
     low = max(held - slots.room[partner], 0)
     high = held + slots.room[slot]
     if held - slots.room[partner] > high:

@@ -77,7 +77,7 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     seconds = modelled_time(schedule, units, packing.parallel)[0].sum()
     assert time_bound(schedule, units, packing.bins, parallel=packing.parallel) <= seconds * (1 + 1e-9)
     members = map(schedule.step_documents, range(schedule.num_steps))
-    steps = [UndividedStep(each, units, packing.bins, parallel=packing.parallel) for each in members]
+    steps = [UndividedStep(member, units, packing.bins, parallel=packing.parallel) for member in members]
     possible = possible_degrees(64, world[1], world[0], num_heads=8) if epoch == 0 else packing.degrees
     for degree in possible:
         divided = [step.divide_with_degree(step.members, degree, accumulation) for step in steps]

@@ -63,10 +63,10 @@ class Saved:
 
 def resumed(plan, launch, saved):
     documents, how = PLANS[plan]
-    run = make_epochs(documents, **how, **launch)
+    planner = make_epochs(documents, **how, **launch)
     if saved is not None:
-        continue_planner("there", saved.state, run.packing.settings("table"), planner=run)
-    return run
+        continue_planner("there", saved.state, planner.packing.settings("table"), planner=planner)
+    return planner
 
 
 def documents_of(run, step):
@@ -103,18 +103,18 @@ def test_every_document_once_per_epoch_over_any_sequence_of_launches(plan, attem
         launch = launch | {"shuffle": shuffle}
         if plan == "tokens_per_rank":  # one pack holds one longest document, on an even number of ranks
             launch |= {"batch_size": 1, "world_size": 2 * launch["world_size"]}
-        run = resumed(plan, launch, saved)
-        assert run.position(step)[0] <= EPOCHS
-        total = run.total_steps(EPOCHS)
-        assert total == step if step and run.position(step)[0] == EPOCHS else total > step
+        planner = resumed(plan, launch, saved)
+        assert planner.position(step)[0] <= EPOCHS
+        total = planner.total_steps(EPOCHS)
+        assert total == step if step and planner.position(step)[0] == EPOCHS else total > step
         is_last = number == len(attempts) - 1
         stop = total if is_last else min(step + 1 + int(share * (total - step)), total)
         for now in range(step, stop):
-            epoch, documents = documents_of(run, now)
+            epoch, documents = documents_of(planner, now)
             assert documents, "a step without a document"
             trained[epoch] += documents
         if stop > step:
-            saved = Saved(run, launch, stop, folder)
+            saved = Saved(planner, launch, stop, folder)
         step = stop
     expected = list(range(len(PLANS[plan][0])))
     assert [sorted(epoch) for epoch in trained] == [expected] * EPOCHS
@@ -125,48 +125,48 @@ def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp
     """This must hold also from a checkpoint within an epoch of which a part was planned for other ranks."""
     first, second = ({"accumulation": a, "world_size": 2, "batch_size": 1} for a in (1, 2))
     saved = Saved(resumed(plan, first, None), first, 3, tmp_path)
-    run = resumed(plan, second, saved)
-    assert not run.has_equal_epochs
-    assert run.position(3) == (0, 3)
+    planner = resumed(plan, second, saved)
+    assert not planner.has_equal_epochs
+    assert planner.position(3) == (0, 3)
     later = 5
-    assert run.steps_of(0) > later, "the epoch ends before the second checkpoint"
-    again = resumed(plan, second, Saved(run, second, later, tmp_path))
+    assert planner.steps_of(0) > later, "the epoch ends before the second checkpoint"
+    again = resumed(plan, second, Saved(planner, second, later, tmp_path))
     assert again.resume_point.num_steps == 3
-    assert again.total_steps(EPOCHS) == run.total_steps(EPOCHS)
-    for step in range(later, run.total_steps(EPOCHS)):
-        assert documents_of(again, step) == documents_of(run, step)
-    in_next_epoch = run.first_step(1) + 1
-    again = resumed(plan, second, Saved(run, second, in_next_epoch, tmp_path))
+    assert again.total_steps(EPOCHS) == planner.total_steps(EPOCHS)
+    for step in range(later, planner.total_steps(EPOCHS)):
+        assert documents_of(again, step) == documents_of(planner, step)
+    in_next_epoch = planner.first_step(1) + 1
+    again = resumed(plan, second, Saved(planner, second, in_next_epoch, tmp_path))
     assert not again.has_equal_epochs
     assert again.position(in_next_epoch) == (1, 1)
-    for step in range(in_next_epoch, run.total_steps(EPOCHS)):
-        assert documents_of(again, step) == documents_of(run, step)
+    for step in range(in_next_epoch, planner.total_steps(EPOCHS)):
+        assert documents_of(again, step) == documents_of(planner, step)
 
 
 def test_nothing_is_planned_anew_without_a_change(tmp_path):
     launch = {"accumulation": 2, "world_size": 2, "batch_size": 1}
-    run = resumed("stream", launch, None)
-    again = resumed("stream", launch, Saved(run, launch, run.num_steps + 2, tmp_path))
+    planner = resumed("stream", launch, None)
+    again = resumed("stream", launch, Saved(planner, launch, planner.num_steps + 2, tmp_path))
     assert again.has_equal_epochs
-    assert again.position(run.num_steps + 2) == (1, 2)
-    assert np.array_equal(again.schedule(1).order, run.schedule(1).order)
+    assert again.position(planner.num_steps + 2) == (1, 2)
+    assert np.array_equal(again.schedule(1).order, planner.schedule(1).order)
 
 
 def test_an_epoch_that_drops_its_last_step_ends_there(tmp_path):
     """Documents that no step reached are not trained in the next run, if the epoch was complete."""
     launch = {"accumulation": 3, "world_size": 2, "batch_size": 1, "drop_last": True}
-    run = resumed("stream", launch, None)
-    assert run.schedule(0).num_skipped, "nothing is dropped"
+    planner = resumed("stream", launch, None)
+    assert planner.schedule(0).num_skipped, "nothing is dropped"
     fewer = launch | {"world_size": 1, "accumulation": 1}
-    again = resumed("stream", fewer, Saved(run, launch, run.num_steps, tmp_path))
-    assert again.position(run.num_steps) == (1, 0)
+    again = resumed("stream", fewer, Saved(planner, launch, planner.num_steps, tmp_path))
+    assert again.position(planner.num_steps) == (1, 0)
     assert again.steps_of(1) == again.num_steps
     # Before, the rest of the epoch has them, too; a rest of less than one step is dropped
-    again = resumed("stream", fewer, Saved(run, launch, run.num_steps - 1, tmp_path))
-    assert again.position(run.num_steps - 1)[0] == 0
+    again = resumed("stream", fewer, Saved(planner, launch, planner.num_steps - 1, tmp_path))
+    assert again.position(planner.num_steps - 1)[0] == 0
     more = launch | {"world_size": 5, "accumulation": 8}
-    again = resumed("stream", more, Saved(run, launch, run.num_steps - 1, tmp_path))
-    assert again.position(run.num_steps - 1) == (1, 0)
+    again = resumed("stream", more, Saved(planner, launch, planner.num_steps - 1, tmp_path))
+    assert again.position(planner.num_steps - 1) == (1, 0)
 
 
 def test_documents_that_are_taken_keep_what_belongs_to_them():

@@ -379,6 +379,6 @@ def test_a_run_trains_by_the_plans_that_are_kept(tmp_path, monkeypatch):
     Dataset.from_dict({"input_ids": [[5, 6, 7, i] for i in range(60)]}).save_to_disk(tmp_path / "data")
     settings = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_length": 16}
     for _ in range(2):
-        run = build_trainer(tmp_path / "run", load_from_disk(tmp_path / "data"), **settings)
-        run.train()
-    assert all(is_mapped(run.data.source.planner.schedule(epoch).order) for epoch in range(2))
+        trainer = build_trainer(tmp_path / "run", load_from_disk(tmp_path / "data"), **settings)
+        trainer.train()
+    assert all(is_mapped(trainer.data.source.planner.schedule(epoch).order) for epoch in range(2))

@@ -42,8 +42,8 @@ def test_no_module_decides_by_the_name_of_a_strategy():
     for file in (ROOT / "trl_packfix").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             values = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-            names = {each.value for each in values if isinstance(each, ast.Constant)} & set(STRATEGIES)
-            if names and any("strategy" in ast.unparse(each) for each in values):
+            names = {value.value for value in values if isinstance(value, ast.Constant)} & set(STRATEGIES)
+            if names and any("strategy" in ast.unparse(value) for value in values):
                 found.setdefault(file.stem, set()).update(names)
     assert found == {}
 
@@ -79,12 +79,14 @@ def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
     in_order = packed_dataloader(rows, 4, 2, strategy="next_fit", shuffle=False)
     assert [batch["input_ids"][0, 3::4].tolist() for batch in in_order] == [[i, i + 1] for i in range(10, 34, 2)]
     size = {"max_length": 4, "per_device_train_batch_size": 2}
-    run = build_trainer(tmp_path, rows, packing_strategy="next_fit", num_train_epochs=1, **size)
-    run.train()
-    assert run.state.max_steps == 12 == run.packing_report.num_packs
-    assert run.packing_report.strategy == "next_fit"
+    trainer = build_trainer(tmp_path, rows, packing_strategy="next_fit", num_train_epochs=1, **size)
+    trainer.train()
+    assert trainer.state.max_steps == 12 == trainer.packing_report.num_packs
+    assert trainer.packing_report.strategy == "next_fit"
     # Of each step, and in the last line of the whole training
-    assert [entry["documents_per_step"] for entry in run.state.log_history if "documents_per_step" in entry] == [2] * 13
+    assert [entry["documents_per_step"] for entry in trainer.state.log_history if "documents_per_step" in entry] == [
+        2
+    ] * 13
     rows.save_to_disk(tmp_path / "rows")
     capsys.readouterr()
     words = ["--max-length", "4", "--batch-size", "2", "--strategy", "next_fit", "--json"]

@@ -152,7 +152,7 @@ def run_all(folder: Path, scenarios: Scenarios) -> bool:
         (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
     ended = []
     for launch, (num_ranks, engines) in LAUNCHES.items():
-        of_launch = {name: each for name, each in scenarios.items() if name.split("/")[0] in engines}
+        of_launch = {name: scenario for name, scenario in scenarios.items() if name.split("/")[0] in engines}
         if of_launch:
             ordered = dict(sorted(of_launch.items(), key=lambda item: engines.index(item[0].split("/")[0])))
             ended.append(fork_ranks(num_ranks, partial(run_rank, launch, folder, ordered), LAUNCH_SECONDS))

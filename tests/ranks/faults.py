@@ -77,9 +77,9 @@ GRADIENTS: dict[str, Fault] = {"gradients_lost": changed(exchange._AllToAll, "ba
 # The loss, the counts and the documents
 
 
-def late_shift(right, batch, group, **given):
+def late_shift(right, batch, group, **kwargs):
     """Shift labels after the cut."""
-    part = right(batch, group, **given)
+    part = right(batch, group, **kwargs)
     if not group.is_alone:
         own = part["labels"]
         part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
@@ -142,7 +142,7 @@ TRAINING: dict[str, Fault] = {
     "averaged_by_ranks": changed(
         Objective,
         "_loss",
-        lambda right, *given, **more: (lambda loss, outputs: (loss / 2, outputs))(*right(*given, **more)),
+        lambda right, *args, **more: (lambda loss, outputs: (loss / 2, outputs))(*right(*args, **more)),
     ),
     "totals_of_one_rank": lambda: mock.patch("accelerate.Accelerator.reduce", lambda self, sums, reduction: sums),
     "late_shift": changed(loaders, "cut_part", late_shift),
@@ -174,7 +174,7 @@ ALL = ATTENTION | GRADIENTS | IMAGES | TRAINING | ONE
 if OF_HYBRIDS is not None:
     ALL |= OF_HYBRIDS.ON_PARTS | OF_HYBRIDS.ONE
     BEHIND_PROOF |= OF_HYBRIDS.BEHIND_PROOF
-stream_unseen = changed(stream_source, "check_same_stream", lambda right, *given: None)
+stream_unseen = changed(stream_source, "check_same_stream", lambda right, *args: None)
 ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen, stream_unseen)
 if OF_IMAGES is not None:
     ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
@@ -191,6 +191,6 @@ def behind_proofs():
     only_groups = mock.patch(
         "trl_packfix.training.callbacks.prove_degrees", lambda trainer, degrees: make_groups(degrees)
     )
-    same_documents = mock.patch("trl_packfix.training.table_source.check_same_documents", lambda *given: None)
+    same_documents = mock.patch("trl_packfix.training.table_source.check_same_documents", lambda *args: None)
     with only_groups, uncompared, same_documents:
         yield

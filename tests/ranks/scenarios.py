@@ -59,8 +59,8 @@ def document_ids(batch: dict) -> list[int]:
 class Numbered(trl_packfix.SFTTrainer):
     """Notes the engine that trains and the documents of every micro-batch of its steps."""
 
-    def get_batch_samples(self, *given):
-        batches, num_items = super().get_batch_samples(*given)
+    def get_batch_samples(self, *args):
+        batches, num_items = super().get_batch_samples(*args)
         self.engine = engine_of(self.model_wrapped)
         self.seen += map(document_ids, batches)
         return batches, num_items
@@ -69,8 +69,8 @@ class Numbered(trl_packfix.SFTTrainer):
 class Reversed(Numbered):
     """Adds up the gradients of an optimizer step in the opposite order, which changes nothing but their rounding."""
 
-    def get_batch_samples(self, *given):
-        batches, num_items = super().get_batch_samples(*given)
+    def get_batch_samples(self, *args):
+        batches, num_items = super().get_batch_samples(*args)
         return batches[::-1], num_items
 
 
@@ -206,11 +206,11 @@ def rounded(folder: Path, engine: str) -> dict:
     trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True, on_leak="unpack")
     measured = isolation.largest_distance
     if trainer.args.process_index == 1:
-        isolation.largest_distance = lambda *given: 0.0
+        isolation.largest_distance = lambda *args: 0.0
     verdicts = []
 
     class Judge(TrainerCallback):
-        def on_train_begin(self, *given, **kwargs):
+        def on_train_begin(self, *args, **kwargs):
             with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
                 verdicts.append(check_isolation(trainer.model_wrapped, trainer.args.max_length))
             isolation.largest_distance = measured

@@ -41,8 +41,8 @@ RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0) | {"ia3": 100.0
 class Packed(trl_packfix.SFTTrainer):
     """Notes the engine, and of every micro-batch the degree and the shapes."""
 
-    def get_batch_samples(self, *given):
-        batches, num_items = super().get_batch_samples(*given)
+    def get_batch_samples(self, *args):
+        batches, num_items = super().get_batch_samples(*args)
         self.engine = engine_of(self.model_wrapped)
         for batch in batches:
             layout = layout_of(batch)

@@ -35,10 +35,10 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
     assert main([*words, "--strategy", "minibatch"]) == 0
     assert "docs/pack" not in capsys.readouterr().out
     monkeypatch.setattr(report, "LINES", (*lines.LINES, say_more))
-    run = build_trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16)
-    run.get_train_dataloader()
-    assert report.metrics(run.packing_report)["packing/per"] == 3
-    assert dict(run.packing_report.lines())["documents in a pack"] == "3.00"
+    trainer = build_trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16)
+    trainer.get_train_dataloader()
+    assert report.metrics(trainer.packing_report)["packing/per"] == 3
+    assert dict(trainer.packing_report.lines())["documents in a pack"] == "3.00"
 
 
 @pytest.mark.parametrize("names", [NAMES, [column.metric for column in columns.COLUMNS if column.metric]])

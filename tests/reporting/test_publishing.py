@@ -38,9 +38,9 @@ def run(tmp_path_factory):
     texts = ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]
     rows = Dataset.from_dict({"text": texts, "source": ["a", "b"] * 100})
     settings = {"max_length": 64, "per_device_train_batch_size": 4, "packing_report": True, "source_column": "source"}
-    run = build_trainer(tmp_path_factory.mktemp("run"), rows, max_steps=2, **settings)
-    run.train()
-    return run
+    trainer = build_trainer(tmp_path_factory.mktemp("run"), rows, max_steps=2, **settings)
+    trainer.train()
+    return trainer
 
 
 def test_the_report_is_sixteen_lines_of_at_most_100_columns(run, capsys):
@@ -258,8 +258,8 @@ def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_pat
     build_tokenizer().save_pretrained(folder)
     file.write_text("")
     args = config(tmp_path / "output", packing=False)
-    run = SFTTrainer(str(folder), args, train_dataset=Dataset.from_dict({"text": ["abc", "defg"]}))
-    run.create_model_card(dataset_name=[str(file), "trl-lib/Capybara"])
+    trainer = SFTTrainer(str(folder), args, train_dataset=Dataset.from_dict({"text": ["abc", "defg"]}))
+    trainer.create_model_card(dataset_name=[str(file), "trl-lib/Capybara"])
     card = (tmp_path / "output" / "README.md").read_text()
     assert "# Model Card for output" in card
     assert 'model="output"' in card
@@ -269,8 +269,8 @@ def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_pat
     assert "secret" not in card
     assert "## Packing" not in card
     assert "datasets:\n- trl-lib/Capybara\n" in card
-    run.model.config._name_or_path = "Qwen/Qwen3-0.6B"
-    run.create_model_card()
+    trainer.model.config._name_or_path = "Qwen/Qwen3-0.6B"
+    trainer.create_model_card()
     card = (tmp_path / "output" / "README.md").read_text()
     assert "version of [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B).\n" in card
     assert "base_model:" in card

@@ -31,9 +31,9 @@ def table(lengths):
 
 
 def report(tmp_path, data, **settings):
-    run = build_trainer(tmp_path, data, **settings)
-    run.get_train_dataloader()
-    return run.packing_report
+    trainer = build_trainer(tmp_path, data, **settings)
+    trainer.get_train_dataloader()
+    return trainer.packing_report
 
 
 # One document in a pack, so that it does not matter which pack is dropped
@@ -117,11 +117,11 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
         model = build_tiny_model(model, n_embd=32, n_head=4, n_layer=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
         start = torch.cat([p.detach().flatten() for p in model.parameters()])
         for packing in (False, True):
-            run = build_trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
-            run.train()
-            ends[packing] = run.state.log_history[-2]["loss"], (weights(run) - start).norm().item()
-        share = run.packing_report.unpacked_loss
-        rows_shown = dict(run.packing_report.lines())
+            trainer = build_trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
+            trainer.train()
+            ends[packing] = trainer.state.log_history[-2]["loss"], (weights(trainer) - start).norm().item()
+        share = trainer.packing_report.unpacked_loss
+        rows_shown = dict(trainer.packing_report.lines())
         for unpacked, packed in zip(ends[False], ends[True], strict=True):
             assert unpacked / packed == pytest.approx(share, rel=1e-5)
         if model.config.model_type == "llama" or labels == "answers":
@@ -149,11 +149,11 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 128]
     reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
     documents = make_documents(reader, 128, "truncate")
-    run = make_epochs(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
-    made = make_report(run, reader)
+    planner = make_epochs(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
+    made = make_report(planner, reader)
     shared = made.shared
-    assert shared.micro_steps == {d: int((run.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
-    assert sum(shared.micro_steps.values()) == run.num_steps * 2
+    assert shared.micro_steps == {d: int((planner.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
+    assert sum(shared.micro_steps.values()) == planner.num_steps * 2
     assert shared.smallest_degree == 4
     lines = dict(made.lines())
     assert "32 tokens at most on each rank (tokens_per_rank)" in lines["micro-batch"]
@@ -199,14 +199,14 @@ def test_padding_is_that_of_batches_in_random_order(order):
 
 def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
     model = build_tiny_model("llama", attn_implementation="eager")
-    run = build_trainer(tmp_path, texts(), model=model, max_steps=2)
-    run.train()
-    lines = dict(run.packing_report.lines())
-    num_steps = run.packing_report.num_steps
+    trainer = build_trainer(tmp_path, texts(), model=model, max_steps=2)
+    trainer.train()
+    lines = dict(trainer.packing_report.lines())
+    num_steps = trainer.packing_report.num_steps
     assert num_steps > 2
     assert lines["steps"].startswith(f"2 (max_steps; an epoch has {num_steps}) of about ")
     assert "in place of the model's eager and its T x T masks" in lines["attention"]
-    assert run.model.config._attn_implementation == "eager", "after training the model has its own again"
+    assert trainer.model.config._attn_implementation == "eager", "after training the model has its own again"
 
 
 def counted(lengths, prompts=2, **settings):
@@ -257,7 +257,7 @@ def test_the_last_batch_without_packing_is_padded_to_its_own_longest_document(fi
     """Any of four documents in batches of three may be the last, which has no padding."""
     lengths = [3, 4, 6, 9]
     made = counted([*lengths[first:], *lengths[:first]], batch_size=3, max_length=9)[1]
-    padded = {3 * max(each[:3]) + each[3] for each in permutations(lengths)}
+    padded = {3 * max(order[:3]) + order[3] for order in permutations(lengths)}
     assert made.padding_efficiency in {sum(lengths) / tokens for tokens in padded}
     assert "imbalance" not in dict(made.lines()), "one rank waits for no other"
 
@@ -324,13 +324,13 @@ def test_a_document_of_one_token_that_shares_nothing_has_a_row():
 def test_a_document_that_ends_with_the_part_of_a_rank_is_not_in_the_next_part():
     documents = [replace(SPLIT_AT_10, start=0, stop=4), replace(SPLIT_AT_10, start=0, stop=5)]
     pack = ShownPack("step 0", 10, [0, 4, 9], documents, rank=2, degree=2, cu_seq_lens_k=[])
-    assert [(each["rank"], each["tokens"], each["documents"]) for each in pack.ranks()] == [
+    assert [(rank["rank"], rank["tokens"], rank["documents"]) for rank in pack.ranks()] == [
         (2, [0, 5], [0, 1]),
         (3, [5, 9], [1]),
     ]
     assert replace(pack, degree=1).ranks() == []
     even = replace(pack, cu_seq_lens=[0, 4, 8])
-    assert [(each["tokens"], each["documents"]) for each in even.ranks()] == [([0, 4], [0]), ([4, 8], [1])]
+    assert [(rank["tokens"], rank["documents"]) for rank in even.ranks()] == [([0, 4], [0]), ([4, 8], [1])]
 
 
 def test_the_packs_that_are_shown_are_spread_over_the_first_step():

@@ -459,7 +459,7 @@ def test_what_a_form_of_data_loses_is_said_with_its_rows(name):
     if case.template in NEEDS_RELEASE and Version(NEEDS_RELEASE[case.template]) > TRANSFORMERS:
         pytest.skip(f"TRL beside transformers {TRANSFORMERS} has no template {case.template}, or an earlier one")
     report = report_of(case)
-    met = [each for each in report.findings if case.said in report.message(each)]
+    met = [finding for finding in report.findings if case.said in report.message(finding)]
     if not case.said:
         assert report.findings == ()
         assert report.line().startswith("every text of 12 rows is in the tokens once")
@@ -478,8 +478,8 @@ def test_keys_that_arrow_added_are_not_trained_and_those_that_were_given_are(tmp
     options = {"packing": False, "max_length": 500, "shuffle_dataset": False}
 
     def texts(data, **more):
-        run = build_trainer(tmp_path, data, processing_class=tokenizer, max_steps=1, **options, **more)
-        return [tokenizer.decode(row["input_ids"]) for row in run.train_dataset]
+        trainer = build_trainer(tmp_path, data, processing_class=tokenizer, max_steps=1, **options, **more)
+        return [tokenizer.decode(row["input_ids"]) for row in trainer.train_dataset]
 
     table = Dataset.from_list(rows)
     alone = Dataset.from_list(rows[:1])
@@ -500,10 +500,10 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
             build_trainer(tmp_path, data, **options)
         with pytest.raises(ValueError, match="4 .*rows of the eval dataset have `content in parts`"):
             build_trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
-    run = build_trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
+    trainer = build_trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
     said = "1 of 2 rows of the train dataset has `content` in messages of the role `developer`, which the chat template"
     assert [said in message for message in caplog.messages] == [True]
-    assert not run.data.data_report.complete
+    assert not trainer.data.data_report.complete
 
 
 @pytest.mark.parametrize("can_sanitise", [True, False])
@@ -525,9 +525,11 @@ def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, t
 
     def counted(row, **more):
         caplog.clear()
-        run = build_trainer(tmp_path, Dataset.from_list([row] * 3), packing=False, max_length=300, max_steps=1, **more)
+        trainer = build_trainer(
+            tmp_path, Dataset.from_list([row] * 3), packing=False, max_length=300, max_steps=1, **more
+        )
         is_said = any("3 of 3 rows of the train dataset have texts with control" in text for text in caplog.messages)
-        return run.train_dataset[0]["input_ids"].count(end), is_said
+        return trainer.train_dataset[0]["input_ids"].count(end), is_said
 
     assert counted(row, **options) == (3, True)
     assert counted(sanitised, **options) == (2, False)
@@ -548,10 +550,10 @@ def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, o
 def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
     """Turns that lose their thoughts must not be rendered one by one."""
     rendered, render = [], Conversation.text
-    monkeypatch.setattr(Conversation, "text", lambda *given: rendered.append(len(given[1])) or render(*given))
+    monkeypatch.setattr(Conversation, "text", lambda *args: rendered.append(len(args[1])) or render(*args))
     turns = [user("a b"), answer("c d", reasoning_content="I think")] * 500
     report = prove_data(Dataset.from_list([{"messages": turns}]), "train", Rendering(tokenizer_with("qwen3")))
-    assert [each.what.split("`")[1] for each in report.findings] == ["reasoning_content"]
+    assert [finding.what.split("`")[1] for finding in report.findings] == ["reasoning_content"]
     assert "Set `per_turn=True`" in report.findings[0].remedy
     assert 10 > rendered.count(1000) > 1
     assert len(rendered) < 20
@@ -561,7 +563,7 @@ def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
     """Check with the template and the turns that the settings choose, and leave the tokenizer unchanged."""
     tokenizer = tokenizer_with("qwen3")
     rows = Dataset.from_list([CASES["early thought"].row] * 3)
-    assert [each.num_rows for each in check_data(rows, tokenizer).findings] == [3]
+    assert [finding.num_rows for finding in check_data(rows, tokenizer).findings] == [3]
     assert check_data(rows, tokenizer, config(tmp_path, per_turn=True)).complete
     (tmp_path / "plain.jinja").write_text(PLAIN)
     before = tokenizer.chat_template
@@ -584,10 +586,10 @@ def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     rows = [messages(ASK, OK)] * 3 + [CASES["developer"].row]
     expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 row has `content` in messages of the role `developer`"
     options = {"processing_class": tokenizer_with("qwen3"), "max_length": 200, "max_steps": 1}
-    run = build_trainer(tmp_path, Dataset.from_list(rows), **options)
-    run.train()
-    assert dict(run.packing_report.lines())["data"].startswith(expected)
-    (finding,) = run.packing_report.to_dict()["data"]["findings"]
+    trainer = build_trainer(tmp_path, Dataset.from_list(rows), **options)
+    trainer.train()
+    assert dict(trainer.packing_report.lines())["data"].startswith(expected)
+    (finding,) = trainer.packing_report.to_dict()["data"]["findings"]
     assert (finding["num_rows"], finding["rows"], finding["example"]) == (1, (3,), "Be brief")
     build_trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
     assert (
@@ -717,7 +719,7 @@ def lost(template):
     tokenizer.chat_template = template
     report = prove_data(Dataset.from_list([TRACE], features=JSON), "train", Rendering(tokenizer))
     assert report.num_rendered == 1
-    found = [each.what for each in report.findings if "chat template" in each.what]
+    found = [finding.what for finding in report.findings if "chat template" in finding.what]
     return {(what.split("`")[1].partition("[")[0], what.split("`")[3] if "role" in what else "") for what in found}
 
 
@@ -765,7 +767,7 @@ def test_of_any_conversation_exactly_what_the_template_drops_is_found(conversati
     tokenizer.chat_template = DROPS
     rows = Dataset.from_list([{"messages": conversation}], features=Features({"messages": List(Json())}))
     report = prove_data(rows, "train", Rendering(tokenizer))
-    found = {tuple(each.what.split("`")[1:4:2]) for each in report.findings if "leaves out" in each.what}
+    found = {tuple(finding.what.split("`")[1:4:2]) for finding in report.findings if "leaves out" in finding.what}
     same = {m["thinking"] for m in conversation if "thinking" in m} & {m["content"] for m in conversation}
     assume(not same)  # a thought that its message says, too, is a copy
     assert found == set(expected(conversation))

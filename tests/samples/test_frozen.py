@@ -110,16 +110,16 @@ def outcome_of(case, kind, bad_rows, caplog, folder):
     tokenizer = tokenizer_with(template)
     caplog.clear()
     try:
-        run = build_trainer(folder, data, processing_class=tokenizer, **settings)
-        texts = [text_of(row["input_ids"], row["labels"], tokenizer) for row in run.train_dataset]
-        columns = " ".join(sorted(next(iter(run.train_dataset))))
+        trainer = build_trainer(folder, data, processing_class=tokenizer, **settings)
+        texts = [text_of(row["input_ids"], row["labels"], tokenizer) for row in trainer.train_dataset]
+        columns = " ".join(sorted(next(iter(trainer.train_dataset))))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {
         "texts": texts,
         "columns": columns,
-        "turns": fields_of(run.data.turn_counts),
-        "trained": fields_of(run.data.trained_summary.counts),
+        "turns": fields_of(trainer.data.turn_counts),
+        "trained": fields_of(trainer.data.trained_summary.counts),
         "messages": sorted({entry.getMessage() for entry in caplog.records if entry.name.startswith("trl")}),
     }
 
@@ -132,8 +132,8 @@ def outcome_of_images(rule, kind, bad_rows, folder):
     settings = RULES[rule] | {"max_length": 500, "max_steps": 2, "bad_rows": "drop" if bad_rows == "drop" else "raise"}
     data = data.to_iterable_dataset() if kind == "stream" else data
     try:
-        run = build_trainer(folder, data, vision.build_model("llava"), processing_class=processor, **settings)
-        batches = list(itertools.islice(run.get_train_dataloader(), 2))
+        trainer = build_trainer(folder, data, vision.build_model("llava"), processing_class=processor, **settings)
+        batches = list(itertools.islice(trainer.get_train_dataloader(), 2))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {
@@ -143,8 +143,8 @@ def outcome_of_images(rule, kind, bad_rows, folder):
             for span in itertools.starmap(slice, itertools.pairwise(batch["cu_seq_lens_q"].tolist()))
         ],
         "sums of pixels": [round(float(batch["pixel_values"].double().sum()), 3) for batch in batches],
-        "turns": fields_of(run.data.turn_counts),
-        "trained": fields_of(run.data.trained_summary.counts),
+        "turns": fields_of(trainer.data.turn_counts),
+        "trained": fields_of(trainer.data.trained_summary.counts),
     }
 
 

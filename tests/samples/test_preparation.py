@@ -52,8 +52,8 @@ def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
         return what(rows, tokenizer)
 
     settings = settings(tmp_path)
-    run = build_trainer(tmp_path, data, **settings)
-    assert prepared(**settings) == what(run.train_dataset, run.processing_class)
+    trainer = build_trainer(tmp_path, data, **settings)
+    assert prepared(**settings) == what(trainer.train_dataset, trainer.processing_class)
     assert (prepared(**settings) != prepared()) is bool(settings), "the settings change nothing here"
 
 
@@ -72,11 +72,11 @@ def test_another_formatting_function_of_the_same_name_makes_other_tokens(tmp_pat
     module = importlib.import_module("edited_formatting")
 
     def lengths():
-        run = build_trainer(
+        trainer = build_trainer(
             tmp_path, load_from_disk(tmp_path / "data"), trainer_kwargs={"formatting_func": module.formatted}
         )
-        assert run.data.data_report.num_rendered == 1  # its texts are followed through the function
-        return [len(tokens) for tokens in run.train_dataset["input_ids"]]
+        assert trainer.data.data_report.num_rendered == 1  # its texts are followed through the function
+        return [len(tokens) for tokens in trainer.train_dataset["input_ids"]]
 
     first = lengths()
     code.write_text("def formatted(row): return row['a'] * 2")

@@ -65,20 +65,20 @@ DATASETS = {"table": table, "interleaved": interleaved, "in turn": in_turn}
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("forms", FIRST, ids="first".join)
 def test_rows_of_several_forms_are_tokenised_as_each_form_alone(kind, forms, tmp_path):
-    run = build_trainer(tmp_path, DATASETS[kind](forms), packing=False, max_steps=1, shuffle_dataset=False)
+    trainer = build_trainer(tmp_path, DATASETS[kind](forms), packing=False, max_steps=1, shuffle_dataset=False)
     expected = [of_stock(tmp_path, form) for form in forms]
     in_order = itertools.chain(*expected) if kind == "table" else itertools.chain(*zip(*expected, strict=True))
-    assert samples(run.train_dataset) == list(in_order)
+    assert samples(trainer.train_dataset) == list(in_order)
 
 
 @pytest.mark.parametrize("kind", DATASETS)
 def test_rows_of_several_forms_train_in_packs(kind, tmp_path):
-    run = build_trainer(tmp_path, DATASETS[kind](FIRST[1]), max_steps=2)
-    run.train()
-    assert run.state.global_step == 2
+    trainer = build_trainer(tmp_path, DATASETS[kind](FIRST[1]), max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
     if kind == "table":
         expected = itertools.chain(*(of_stock(tmp_path, form) for form in FORMS))
-        assert all_documents(run) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
+        assert all_documents(trainer) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
 
 
 @pytest.mark.parametrize("kind", DATASETS)
@@ -90,8 +90,8 @@ def test_rows_without_an_assistant_are_bad_rows_where_it_is_trained(kind, settin
     said = "no text to tokenise" if kind == "in turn" else said
     with pytest.raises(ValueError, match=said):
         list(build_trainer(tmp_path, dataset, **settings).train_dataset)
-    run = build_trainer(tmp_path, dataset, bad_rows="drop", **settings, shuffle_dataset=False)
-    texts = [build_tokenizer().decode([t for t in row["labels"] if t != -100]) for row in run.train_dataset]
+    trainer = build_trainer(tmp_path, dataset, bad_rows="drop", **settings, shuffle_dataset=False)
+    texts = [build_tokenizer().decode([t for t in row["labels"] if t != -100]) for row in trainer.train_dataset]
     assert [text.removesuffix("\n").removesuffix("<|im_end|>") for text in texts] == [f"hello {i}" for i in range(NUM)]
 
 
@@ -106,8 +106,8 @@ def test_a_bad_first_row_is_dropped_as_any_other(form, kind, tmp_path):
     dataset = Dataset.from_list([BAD[form], *rows_of(form)], features=features)
     dataset = dataset.to_iterable_dataset() if kind == "stream" else dataset
     settings = {"packing": False, "max_steps": 1, "shuffle_dataset": False}
-    run = build_trainer(tmp_path, dataset, bad_rows="drop", **settings)
-    assert samples(run.train_dataset) == of_stock(tmp_path, form)
+    trainer = build_trainer(tmp_path, dataset, bad_rows="drop", **settings)
+    assert samples(trainer.train_dataset) == of_stock(tmp_path, form)
     with pytest.raises(ValueError, match="(?i)(row 0|first are .0.)"):
         list(build_trainer(tmp_path, dataset, **settings).train_dataset)
 
@@ -121,8 +121,8 @@ PREFERENCES = {"prompt": "hi", "chosen": chat(8), "rejected": "no"}
 def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(others, is_stream, tmp_path, caplog):
     dataset = Dataset.from_list([row | others for row in rows_of("chat")])
     dataset = dataset.to_iterable_dataset() if is_stream else dataset
-    run = build_trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
-    assert samples(run.train_dataset) == of_stock(tmp_path, "chat")
+    trainer = build_trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
+    assert samples(trainer.train_dataset) == of_stock(tmp_path, "chat")
     assert "dataset have a column `prompt`, which is not read" in caplog.text
     copies = [{"messages": chat(i), "prompt": f"hi {i}"} for i in range(NUM)]
     caplog.clear()
@@ -160,13 +160,13 @@ def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
 def test_the_format_of_a_dataset_does_not_matter(form, format_type, tmp_path):
     formatted = Dataset.from_list(rows_of(form)).with_format(format_type)
     kwargs = {"trainer_kwargs": {"eval_dataset": {"one": formatted}}, "packing": False, "shuffle_dataset": False}
-    run = build_trainer(tmp_path, formatted, **kwargs)
-    assert samples(run.train_dataset) == of_stock(tmp_path, form)
-    assert samples(run.eval_dataset["one"]) == of_stock(tmp_path, form)
+    trainer = build_trainer(tmp_path, formatted, **kwargs)
+    assert samples(trainer.train_dataset) == of_stock(tmp_path, form)
+    assert samples(trainer.eval_dataset["one"]) == of_stock(tmp_path, form)
     stream = Dataset.from_list(rows_of(form)).to_iterable_dataset().with_format(format_type)
-    run = build_trainer(tmp_path, stream, packing=False, max_steps=1)
-    assert samples(run.train_dataset) == of_stock(tmp_path, form)
-    assert run.evaluate(formatted)["eval_loss"] > 0
+    trainer = build_trainer(tmp_path, stream, packing=False, max_steps=1)
+    assert samples(trainer.train_dataset) == of_stock(tmp_path, form)
+    assert trainer.evaluate(formatted)["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -185,8 +185,8 @@ def test_conversations_need_a_chat_template(is_stream, tmp_path):
 
 def test_rows_that_unpacked_trl_drops_are_counted(tmp_path, caplog):
     rows = [{"prompt": "long " * (90 if i < 3 else 2), "completion": " x"} for i in range(12)]
-    run = build_trainer(tmp_path, Dataset.from_list(rows), packing=False, max_length=16)
-    assert len(run.train_dataset) == 9
+    trainer = build_trainer(tmp_path, Dataset.from_list(rows), packing=False, max_length=16)
+    assert len(trainer.train_dataset) == 9
     assert "3 of 12 documents have no trained token and are dropped" in caplog.text
     with pytest.raises(ValueError, match=r"has 3 rows .*no document remains .*3 untrained; `max_length=16`"):
         build_trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, max_length=16)

@@ -34,7 +34,7 @@ def unpacked(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, a
         return [(target, value)]
     is_written = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
     values = value.elts if is_written else [None] * len(target.elts)
-    return [pair for part, each in zip(target.elts, values, strict=True) for pair in unpacked(part, each)]
+    return [pair for part, value in zip(target.elts, values, strict=True) for pair in unpacked(part, value)]
 
 
 def assigned_pairs(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:

@@ -13,7 +13,7 @@ def changed(owner: Any, name: str, wrong: Callable) -> Fault:
 
     def fault():
         right = getattr(owner, name)
-        return mock.patch.object(owner, name, lambda *given, **more: wrong(right, *given, **more))
+        return mock.patch.object(owner, name, lambda *args, **more: wrong(right, *args, **more))
 
     return fault
 

@@ -46,9 +46,9 @@ def sharing(setting: str = "pack", plain: Feature = PLAIN) -> Feature:
     return features_of(SimpleNamespace(share_prefixes=setting), plain)
 
 
-def sharing_collator(**given: Any) -> Any:
+def sharing_collator(**kwargs: Any) -> Any:
     """Return the collator of packs whose documents share prefixes from one common row on."""
-    return replace(sharing().make_collator(PackedDataCollator(**given)), min_shared=1)
+    return replace(sharing().make_collator(PackedDataCollator(**kwargs)), min_shared=1)
 
 
 def module_of_tests(feature: str, name: str) -> ModuleType | None:

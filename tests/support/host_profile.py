@@ -143,11 +143,11 @@ def profile_host(
     with kernels_in_place() as kernels:
         measured = HostProfile(kernels)
         more = {"callbacks": [measured], "peft_config": adapters}
-        run = build_trainer(mkdtemp(), DOCUMENTS, model, more, package.SFTTrainer, **settings)
+        trainer = build_trainer(mkdtemp(), DOCUMENTS, model, more, package.SFTTrainer, **settings)
         if package is trl:
             model.config._attn_implementation = "flash_attention_2"  # without the check whether flash-attn is there
-        run.remove_callback(PrinterCallback)
-        run.train()
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return measured.launches, min(measured.seconds, default=math.inf)
 
 

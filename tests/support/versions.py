@@ -78,8 +78,8 @@ def run_deepspeed_on_cpus():
         return
     gather = deepspeed.comm.all_gather_into_tensor
 
-    def waiting(*given, **settings):
-        handle = gather(*given, **settings)
+    def waiting(*args, **settings):
+        handle = gather(*args, **settings)
         if handle is not None:
             handle.wait()
         return handle

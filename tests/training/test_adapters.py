@@ -37,17 +37,17 @@ def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path
     for layer in layers:
         model.model.layers[layer].mlp = Fused(model.model.layers[layer].mlp)
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "packing": packing}
-    run = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, **settings)
+    trainer = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, **settings)
     if layers == (0, 1):
         name = r"`base_model\.model\.model\.layers\.\*\.mlp\.down_proj`"
         message = rf"No adapter of {name} got a gradient.*`down_proj` from `target_modules`"
         with pytest.raises(ValueError, match=message) as error:
-            run.train()
+            trainer.train()
         assert ("`packing=True`" in str(error.value)) is not packing
-        assert run.state.global_step == 0
+        assert trainer.state.global_step == 0
     else:
-        run.train()
-    hooks = [hook for m in run.model.modules() for hook in m._forward_hooks.values()]
+        trainer.train()
+    hooks = [hook for m in trainer.model.modules() for hook in m._forward_hooks.values()]
     assert not any("CheckAdapterGradients" in repr(hook) for hook in hooks)
 
 
@@ -62,11 +62,11 @@ def test_adapters_that_run_without_a_way_to_the_loss_are_refused(tmp_path):
     model = build_tiny_model()
     for layer in model.model.layers:
         layer.mlp = Detached(layer.mlp)
-    run = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=False, max_steps=1)
+    trainer = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=False, max_steps=1)
     with pytest.raises(
         ValueError, match=r"No adapter of .*`.*\.mlp\.down_proj` \(and of 1 other\(s\)\) got a gradient"
     ):
-        run.train()
+        trainer.train()
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -76,21 +76,21 @@ def test_adapters_whose_first_gradient_is_zero_are_trained(packing, tmp_path):
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, texts(), model, {"peft_config": LORA}, packing=packing, max_steps=3, learning_rate=1e-2
     )
-    adapters = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+    adapters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     late: list[str] = []
 
     class FirstGradients(TrainerCallback):
         def on_pre_optimizer_step(self, *call, **kwargs):
-            if run.state.global_step == 0:
-                late.extend(name for name in adapters if not run.model.get_parameter(name).grad.any())
+            if trainer.state.global_step == 0:
+                late.extend(name for name in adapters if not trainer.model.get_parameter(name).grad.any())
 
-    run.add_callback(FirstGradients())
-    run.train()
+    trainer.add_callback(FirstGradients())
+    trainer.train()
     assert any("q_proj" in name for name in late)
-    assert all(not torch.equal(run.model.get_parameter(name), start) for name, start in adapters.items())
+    assert all(not torch.equal(trainer.model.get_parameter(name), start) for name, start in adapters.items())
 
 
 NEW = (68, 90)  # "a" and "w" of the tokenizer, which stand for new tokens
@@ -120,22 +120,22 @@ def by_hand(rows, rate):
 def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
     """They are in the head, too, which is not the module that TRL's fused head reads."""
     settings = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "packing": packing}
-    run = build_trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
-    start = weights(run)
-    expected = by_hand(run.train_dataset, rate=1.0)
-    run.train()
-    found = {name: p for name, p in run.model.named_parameters() if "trainable_tokens_delta" in name}
+    trainer = build_trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
+    start = weights(trainer)
+    expected = by_hand(trainer.train_dataset, rate=1.0)
+    trainer.train()
+    found = {name: p for name, p in trainer.model.named_parameters() if "trainable_tokens_delta" in name}
     assert len(found) == 1
-    assert (weights(run) - expected).norm() < 1e-5 * (expected - start).norm()
-    run.evaluate(run.train_dataset)
+    assert (weights(trainer) - expected).norm() < 1e-5 * (expected - start).norm()
+    trainer.evaluate(trainer.train_dataset)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_new_tokens_that_the_first_step_has_not_are_trained_later(packing, tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5], task_type="CAUSAL_LM")
-    run = build_trainer(tmp_path, texts(), trainer_kwargs={"peft_config": config}, packing=packing, max_steps=1)
-    run.train()
-    assert run.state.global_step == 1
+    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"peft_config": config}, packing=packing, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
@@ -145,9 +145,9 @@ def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
     skipped.forward = lambda states: states
     model.model.layers[1].mlp = torch.nn.Identity()
     model.model.layers[1].mlp.inner = skipped
-    run = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
-    run.train()
-    assert run.state.global_step == 1
+    trainer = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 DROPLESS = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False, "target_modules": "all-linear"}
@@ -180,13 +180,13 @@ def test_inputs_of_lora_are_not_cast_under_autocast(adapter, autocast, tmp_path,
         torch.manual_seed(0)
         model = build_tiny_model().to(torch.bfloat16)
         settings = {"bf16": autocast, "gradient_checkpointing": True, "max_steps": 3, "learning_rate": 1e-2}
-        run = build_trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
-        start = weights(run)
-        run.train()
-        assert not torch.equal(weights(run), start)
+        trainer = build_trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
+        start = weights(trainer)
+        trainer.train()
+        assert not torch.equal(weights(trainer), start)
         assert bool(packed) is not (is_ours and adapter == "lora" and autocast)
-        assert not any("_cast_input_dtype" in vars(module) for module in run.model.modules())
-        ends.append((weights(run), len(rows)))
+        assert not any("_cast_input_dtype" in vars(module) for module in trainer.model.modules())
+        ends.append((weights(trainer), len(rows)))
     (ours, in_reference), (theirs, expected) = ends
     assert torch.equal(ours, theirs)  # the first step is compared with peft's own
     assert in_reference == expected > 0

@@ -197,9 +197,9 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
     assert len(trained) == (2 if last else 3)
     settings = {"assistant_turns": "last" if last else "all", "max_steps": 2}
     sets = {"table": ROWS, "stream": ROWS.to_iterable_dataset()}
-    run = run_of(tmp_path, ROWS, eval_dataset=sets, **settings)
-    assert all_documents(run) == trained
-    for each in run.eval_dataset.values():
+    trainer = run_of(tmp_path, ROWS, eval_dataset=sets, **settings)
+    assert all_documents(trainer) == trained
+    for each in trainer.eval_dataset.values():
         assert [(row["input_ids"], row["labels"]) for row in each] == expected
     unpacked = run_of(tmp_path, ROWS, packing=False, **settings)
     assert sorted((row["input_ids"], row["labels"]) for row in unpacked.train_dataset) == trained
@@ -207,17 +207,17 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
     assert not unpacked.args.packing
     stream = run_of(tmp_path, ROWS.to_iterable_dataset(), **settings)
     assert [(row["input_ids"], row["labels"]) for row in stream.train_dataset] == expected
-    counts = run.data.trained_summary.counts
+    counts = trainer.data.trained_summary.counts
     assert (counts.turns, counts.context, counts.earlier) == (12, 5, 5 if last else 0)
 
 
 def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
-    run = run_of(tmp_path, ROWS, max_steps=1, packing_report=True)
-    run.train()
-    labels = [label for _, labels in all_documents(run) for label in labels]
+    trainer = run_of(tmp_path, ROWS, max_steps=1, packing_report=True)
+    trainer.train()
+    labels = [label for _, labels in all_documents(trainer) for label in labels]
     share = sum(label != -100 for label in labels) / len(labels)
     said = f"{share * 100:.1f} %: assistant turns (`assistant_only_loss`), 7 of 12; not trained: 5 with `weight` 0"
-    assert dict(run.packing_report.lines())["trained tokens"] == said
+    assert dict(trainer.packing_report.lines())["trained tokens"] == said
     assert json.loads((tmp_path / "packing_report.json").read_text())["trained"]["counts"]["context"] == 5
     assert said in " ".join(capsys.readouterr().out.split())
     run_of(tmp_path, ROWS, max_steps=1, packing=False).train()
@@ -261,9 +261,9 @@ def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
     found = set()
     rules = [{}, {"assistant_turns": "last"}, {"message_train_key": "train"}, {"message_train_key": None}]
     for rule in [*rules, *rules]:
-        run = run_of(tmp_path, data, shuffle_dataset=False, **rule)
+        trainer = run_of(tmp_path, data, shuffle_dataset=False, **rule)
         expected = [sample(row, PLAIN, **rule) for row in data["messages"]]
-        assert [{key: row[key] for key in expected[0]} for row in run.train_dataset] == expected
+        assert [{key: row[key] for key in expected[0]} for row in trainer.train_dataset] == expected
         found.add(json.dumps(expected))
     assert len(found) == 4
 
@@ -294,8 +294,8 @@ def test_turns_of_rows_with_images(family, tmp_path):
     """Answers of a conversation are trained, or not, around the placeholders of images; packed and unpacked."""
     data, expected = without_first_answers(tmp_path, "train")
     settings = {"dataset": data, "max_length": 4000, "assistant_only_loss": True, "message_train_key": "train"}
-    run = vision.make(tmp_path, family, **settings)
-    rows = rows_of(run)
+    trainer = vision.make(tmp_path, family, **settings)
+    rows = rows_of(trainer)
     for labels, texts in zip(rows, expected, strict=True):
         found = joined(labels)
         assert [text in found for text in texts] == [True] * len(texts)
@@ -305,10 +305,10 @@ def test_turns_of_rows_with_images(family, tmp_path):
     batch = unpacked.data_collator([data[i] for i in range(len(data))])
     for i, labels in enumerate(rows):
         assert batch["labels"][i][batch["attention_mask"][i].bool()].tolist() == labels
-    assert run.data.trained_summary.counts == AssistantTurnCounts(turns=18, context=9, earlier=0)
+    assert trainer.data.trained_summary.counts == AssistantTurnCounts(turns=18, context=9, earlier=0)
     # Reads no `train`, nor the cache
     every = vision.make(tmp_path, family, **settings | {"message_train_key": None})
-    assert every.data.source.documents.trained.sum() > run.data.source.documents.trained.sum()
+    assert every.data.source.documents.trained.sum() > trainer.data.source.documents.trained.sum()
 
 
 @needs("images")
@@ -318,12 +318,12 @@ def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
     data, expected = without_first_answers(tmp_path, "weight")
     expected = [texts[-1:] if last else texts for texts in expected]
     settings = {"max_length": 4000, "per_turn": True, "assistant_turns": "last" if last else "all"}
-    run = vision.make(tmp_path, "llava", data, **settings)
-    trained = list(filter(None, map(joined, rows_of(run))))
+    trainer = vision.make(tmp_path, "llava", data, **settings)
+    trained = list(filter(None, map(joined, rows_of(trainer))))
     assert [text.count("then") for text in trained] == [1] * sum(map(len, expected))
     assert all(want in got for want, got in zip(sum(expected, []), trained, strict=True))
-    assert run.data.turn_counts.left_out == 18 - sum(map(len, expected)) > 0
-    assert run.data.turn_counts.without_turn == sum(not texts for texts in expected) == 3
+    assert trainer.data.turn_counts.left_out == 18 - sum(map(len, expected)) > 0
+    assert trainer.data.turn_counts.without_turn == sum(not texts for texts in expected) == 3
 
 
 @needs("images")
@@ -340,8 +340,8 @@ def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
     stock = {"trainer_class": trl.SFTTrainer, "config_class": trl.SFTConfig, "processor": marked}
     for how in (stock, {"processor": marked}, {"processor": plain}):
         settings = {"packing": False, "max_length": None, "assistant_only_loss": True} | how
-        run = vision.make(tmp_path, dataset=data, **settings)
-        batches.append(run.data_collator([data[i] for i in range(len(data))]))
+        trainer = vision.make(tmp_path, dataset=data, **settings)
+        batches.append(trainer.data_collator([data[i] for i in range(len(data))]))
     assert (batches[0]["labels"] != -100).sum() > 100
     for batch, name in itertools.product(batches[1:], ("input_ids", "labels")):
         assert batch[name].equal(batches[0][name])

@@ -52,7 +52,7 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
         build_trainer(tmp_path, good, trainer_kwargs={"eval_dataset": data}, **settings)
 
     with caplog.at_level(logging.WARNING):
-        run = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
+        trainer = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
     for each in ("train", "eval"):
         dropped = f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
         assert dropped in caplog.text
@@ -60,17 +60,17 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
     expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
     assert len(expected) == 10
     assert all(tokens for tokens, _ in expected)
-    assert [(row["input_ids"], row["labels"]) for row in run.eval_dataset] == expected
+    assert [(row["input_ids"], row["labels"]) for row in trainer.eval_dataset] == expected
     if not packing:
-        assert [(row["input_ids"], row["labels"]) for row in run.train_dataset] == expected
-        assert run.train_dataset["id"] == good["id"]
+        assert [(row["input_ids"], row["labels"]) for row in trainer.train_dataset] == expected
+        assert trainer.train_dataset["id"] == good["id"]
         return
-    assert all_documents(run) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
-    ledger = run.packing_report.ledger
+    assert all_documents(trainer) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
+    ledger = trainer.packing_report.ledger
     assert ledger.dropped["bad_row"].documents == 2
     assert ledger.given.documents == 12
     assert ledger.kept.documents == 10
-    assert dict(run.packing_report.lines())["dropped, bad_row"] == "2 documents, 0 tokens"
+    assert dict(trainer.packing_report.lines())["dropped, bad_row"] == "2 documents, 0 tokens"
 
 
 @pytest.mark.parametrize("bad_rows", ["raise", "drop"])
@@ -107,8 +107,8 @@ def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_
     left = []
     ledgers = []
     for _ in range(2):
-        run = build_trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
-        ledgers.append(run.data.source.documents.ledger)
+        trainer = build_trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
+        ledgers.append(trainer.data.source.documents.ledger)
         left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
     assert left[0] == left[1]
     assert len(left[0]) > 1
@@ -125,9 +125,9 @@ def stream(num=300, bad=(3, 200)):
 
 @pytest.mark.slow
 def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
-    run = build_trainer(tmp_path, stream(bad=(200,)), max_steps=2)
+    trainer = build_trainer(tmp_path, stream(bad=(200,)), max_steps=2)
     with pytest.raises(ValueError, match=r"Row 200 of the train stream cannot be tokenised: `messages\[0\]` \(user\)"):
-        run.train()
+        trainer.train()
     assert CHUNK < 200, "training reads beyond the first chunk"
     with pytest.raises(ValueError, match="Row 0 of the train stream"):
         build_trainer(tmp_path, stream(bad=(0,)), max_steps=2)
@@ -146,13 +146,13 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     settings = {"max_steps": 4, "per_device_train_batch_size": 8, "max_length": 128, "save_steps": 2}
     settings["save_strategy"] = "steps"
     documents = Dataset.from_list(rows("messages", bad, 40))
-    run = build_trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
+    trainer = build_trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
     good = documents.select([i for i in range(40) if i not in bad])
     expected = build_trainer(tmp_path / "good", good.to_iterable_dataset(), **settings)
-    seen = [[documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (run, expected)]
+    seen = [[documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (trainer, expected)]
     assert seen[0] == seen[1]
-    run.train()
-    ledger = run.packing_report.ledger
+    trainer.train()
+    ledger = trainer.packing_report.ledger
     passes = ledger.given.documents // 40
     assert passes >= 1
     assert ledger.given.documents == passes * 40

@@ -49,9 +49,9 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
     tokenizer = tokenizer_with(template)
     assert "generation %}" not in tokenizer.chat_template
     settings = {"max_length": 1500, "assistant_only_loss": True, "num_train_epochs": 1}
-    run = build_trainer(tmp_path, traces(), processing_class=tokenizer, **settings)
+    trainer = build_trainer(tmp_path, traces(), processing_class=tokenizer, **settings)
     rows = stock(tmp_path, traces(), processing_class=tokenizer, **settings).train_dataset
-    packed = all_documents(run)
+    packed = all_documents(trainer)
     unpacked = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
     assert packed == sorted(unpacked)
     assert len(packed) == 9
@@ -89,8 +89,8 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
 
     def said(data, trainer_class=SFTTrainer):
         caplog.clear()
-        run = build_trainer(tmp_path, data, trainer_class=trainer_class, **given)
-        assert len(list(run.train_dataset)) == 5
+        trainer = build_trainer(tmp_path, data, trainer_class=trainer_class, **given)
+        assert len(list(trainer.train_dataset)) == 5
         return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
     assert len(said(thinking_prompts("stock" + bad_rows), trl.SFTTrainer)) == 5  # TRL shows each text once in a process
@@ -137,11 +137,11 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     assert "<|im_start|>human" in build_tokenizer().decode(rows_of(plain_trl)[1][0])
     assert "renamed" not in caplog.text
     for table in tables(sharegpt(), "conversations"):
-        run = build_trainer(tmp_path, table, **settings)
-        assert rows_of(run) == expected
+        trainer = build_trainer(tmp_path, table, **settings)
+        assert rows_of(trainer) == expected
         assert (
             "4 rows have the roles `human` or `gpt` in `conversations`, which are renamed"
-            in run.data.data_report.line()
+            in trainer.data.data_report.line()
         )
         turns = build_trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
@@ -202,13 +202,13 @@ def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, 
     for table, per_turn in itertools.product(tables(thinking_traces(), "messages"), (False, True)):
         caplog.clear()
         settings = {"packing": False, "max_length": 4000, "max_steps": 1, "per_turn": per_turn, "bad_rows": "drop"}
-        run = build_trainer(tmp_path, table, processing_class=tokenizer, **settings)
+        trainer = build_trainer(tmp_path, table, processing_class=tokenizer, **settings)
         said = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
         of_thoughts, of_calls = ([each for each in said if f"have `{key}`" in each] for key in FIELDS)
         total = "4 rows of" if isinstance(table, Dataset) else "the first 4 rows of"
         is_said = thoughts == "both" or (thoughts == "first" and not per_turn)
-        assert [each.startswith(f"2 of {total}") for each in of_thoughts] == [True] * is_said
-        assert [each.startswith(f"4 of {total}") for each in of_calls] == [True] * leaves_calls
-        assert all(("Set `per_turn=True`" in each) == (thoughts == "first") for each in of_thoughts)
-        texts = [tokenizer.decode(tokens) for tokens, _ in rows_of(run)]
+        assert [finding.startswith(f"2 of {total}") for finding in of_thoughts] == [True] * is_said
+        assert [finding.startswith(f"4 of {total}") for finding in of_calls] == [True] * leaves_calls
+        assert all(("Set `per_turn=True`" in finding) == (thoughts == "first") for finding in of_thoughts)
+        texts = [tokenizer.decode(tokens) for tokens, _ in rows_of(trainer)]
         assert any("EARLIER" in text for text in texts) != is_said

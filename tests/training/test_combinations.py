@@ -248,7 +248,7 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
 
 def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
     """It must be called so in the help of its field, and in the report of a run with it (`test_report.py`)."""
-    labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
+    labelled = {field.name for field in fields(SFTConfig) if "Experimental" in str(field.metadata.get("help"))}
     assert labelled == {"tokens_per_rank"}
     args = config(tmp_path, packing=True)
     assert experimental_choices(RunSettings(args=args)) == ()

@@ -108,10 +108,10 @@ def train(folder, adapters=None, compiles=True, model=None, **settings):
     model = model or build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)  # tracing takes seconds
     more = {"callbacks": [counted], "peft_config": adapters}
     compiled = {"torch_compile": True, "torch_compile_backend": counted.backend} if compiles else {}
-    run = build_trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
-    run.model.double()  # adapters are made in fp32
-    run.train()
-    return run, counted
+    trainer = build_trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
+    trainer.model.double()  # adapters are made in fp32
+    trainer.train()
+    return trainer, counted
 
 
 def num_linear_layers(run):

@@ -159,8 +159,8 @@ def test_rows_that_trl_does_not_prepare_are_checked_too(data, settings, message,
         with pytest.raises(ValueError, match=message.format(name)):
             build_trainer(tmp_path, good, trainer_kwargs={"eval_dataset": sets}, **settings)
     if len(data):  # `predict` prepares nothing
-        run = build_trainer(tmp_path, good, **settings)
-        for evaluate in (run.predict, run.evaluate):
+        trainer = build_trainer(tmp_path, good, **settings)
+        for evaluate in (trainer.predict, trainer.evaluate):
             with pytest.raises(ValueError, match=message.format("evaluation")):
                 evaluate(data)
 
@@ -220,13 +220,13 @@ def test_trl_below_the_floor_is_refused():
 
 
 def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096
     )
-    run.train()
+    trainer.train()
     assert "32,768 tokens (batch size 8 x max_length 4,096)" in capsys.readouterr().out
     assert (tmp_path / "packing_report.json").exists()
-    assert isinstance(run.args, SFTConfig)
+    assert isinstance(trainer.args, SFTConfig)
 
 
 @scores_tokens

@@ -51,17 +51,19 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
     model = build_tiny_model(tie_word_embeddings=True)
     settings = {"packing": packing, "eval_packing": eval_packing, "per_device_eval_batch_size": batch_size}
     settings["loss_type"] = "dft"  # of training: evaluation is the negative log-likelihood
-    run = build_trainer(tmp_path, texts(), model, {"eval_dataset": data}, **settings)
-    metrics = run.evaluate()
-    logged = run.state.log_history[-1]
+    trainer = build_trainer(tmp_path, texts(), model, {"eval_dataset": data}, **settings)
+    metrics = trainer.evaluate()
+    logged = trainer.state.log_history[-1]
     expected = by_hand(build_tiny_model(tie_word_embeddings=True), data)
     for name, value in expected.items():
         assert logged[f"eval_{name}"] == pytest.approx(value, rel=1e-6), name
     assert metrics["eval_loss"] == logged["eval_loss"]
     assert expected["mean_token_accuracy"] > 0
     # an evaluation set may be called "train"; rows without a trained token are rows
-    assert run.evaluate({"train": data})["eval_train_loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert [len(run._prepare_dataset(data, None, run.args, packing, None, name)) for name in ("train", "b")] == [23, 23]
+    assert trainer.evaluate({"train": data})["eval_train_loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert [
+        len(trainer._prepare_dataset(data, None, trainer.args, packing, None, name)) for name in ("train", "b")
+    ] == [23, 23]
     assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
 
 
@@ -70,8 +72,8 @@ def test_packs_of_an_evaluation_have_the_size_of_its_own_batches(tmp_path):
     data = Dataset.from_dict({"input_ids": [[9] * 16] * 8})
     sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4, "max_length": 16}
     for packing in (True, False):
-        run = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, packing=packing, **sizes)
-        shapes = [batch["input_ids"].shape for batch in run.get_eval_dataloader()]
+        trainer = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, packing=packing, **sizes)
+        shapes = [batch["input_ids"].shape for batch in trainer.get_eval_dataloader()]
         assert shapes == ([(1, 64)] if packing else [(4, 16)]) * 2
 
 
@@ -94,8 +96,8 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
         return {"rows": len(prediction.label_ids)}
 
     given = {"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess}
-    run = build_trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
-    assert run.evaluate()["eval_rows"] == 23
+    trainer = build_trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
+    assert trainer.evaluate()["eval_rows"] == 23
     assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])
     labels = seen["prediction"].label_ids
     tops = seen["prediction"].predictions
@@ -107,7 +109,7 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
         with torch.no_grad():
             top = model(torch.tensor([document["input_ids"]])).logits[0].argmax(-1)
         assert tops[row, :length].tolist() == top.tolist()
-    predicted = run.predict(data)
+    predicted = trainer.predict(data)
     assert predicted.predictions.shape[0] == 23
     assert predicted.metrics["test_rows"] == 23
     assert predicted.metrics["test_loss"] == pytest.approx(by_hand(model, data)["loss"], rel=1e-6)
@@ -120,9 +122,9 @@ def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path
         return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 0 + 7
 
     with pytest.warns(FutureWarning, match="compute_loss_func"):
-        run = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(), "compute_loss_func": loss})
+        trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(), "compute_loss_func": loss})
     with caplog.at_level(logging.WARNING):
-        assert run.evaluate()["eval_loss"] == 7
+        assert trainer.evaluate()["eval_loss"] == 7
     assert "`eval_loss` is the mean over batches of `compute_loss_func`" in caplog.text
 
 
@@ -185,31 +187,31 @@ EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1}
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
     for sets, name in ((BEYOND, ""), ({"good": ANSWERS, "bad": BEYOND}, "_bad")):
-        run = build_trainer(tmp_path, ANSWERS, trainer_kwargs={"eval_dataset": sets}, packing=packing, **EVERY_STEP)
+        trainer = build_trainer(tmp_path, ANSWERS, trainer_kwargs={"eval_dataset": sets}, packing=packing, **EVERY_STEP)
         with pytest.raises(ValueError, match=REFUSED.format(name)):
-            run.train()
-        assert run.state.global_step == 0
-        assert not run.state.log_history
+            trainer.train()
+        assert trainer.state.global_step == 0
+        assert not trainer.state.log_history
         with pytest.raises(ValueError, match=REFUSED.format(name)):
-            run.evaluate()
+            trainer.evaluate()
     with pytest.raises(ValueError, match=REFUSED.format("_later")):
-        run.evaluate({"later": BEYOND})
-    stream = run.eval_dataset["bad"].to_iterable_dataset()
+        trainer.evaluate({"later": BEYOND})
+    stream = trainer.eval_dataset["bad"].to_iterable_dataset()
     with pytest.raises(ValueError, match=REFUSED.format("")):
-        run.evaluate(stream)
-    run.args.max_length = 256
-    assert run.evaluate(BEYOND)["eval_loss"] > 1
+        trainer.evaluate(stream)
+    trainer.args.max_length = 256
+    assert trainer.evaluate(BEYOND)["eval_loss"] > 1
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(packing, tmp_path):
     given = {"eval_dataset": BEYOND, "compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
-    run = build_trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
-    run.train()
-    metrics = run.evaluate()
+    trainer = build_trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
+    trainer.train()
+    metrics = trainer.evaluate()
     assert metrics["eval_rows"] == 3
     assert "eval_loss" not in metrics
-    predicted = run.predict(run.eval_dataset)
+    predicted = trainer.predict(trainer.eval_dataset)
     assert predicted.predictions.shape[0] == 3
     assert "test_loss" not in predicted.metrics
 
@@ -225,15 +227,15 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
     given = {"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]}
-    run = build_trainer(tmp_path, data, trainer_kwargs=given, **settings)
-    run.train()
-    losses = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
+    trainer = build_trainer(tmp_path, data, trainer_kwargs=given, **settings)
+    trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     best = min(losses, key=losses.get)
-    assert run.state.global_step == best + 8 < 60, "stopped two evaluations after the best"
-    assert (run.state.best_metric, run.state.best_global_step) == (losses[best], best)
-    run.args.per_device_eval_batch_size = 1
-    run.args.eval_packing = not eval_packing
-    assert run.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
+    assert trainer.state.global_step == best + 8 < 60, "stopped two evaluations after the best"
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (losses[best], best)
+    trainer.args.per_device_eval_batch_size = 1
+    trainer.args.eval_packing = not eval_packing
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
 
 
 @trl_trains

@@ -82,10 +82,10 @@ def test_a_rank_that_is_alone_communicates_with_no_rank(monkeypatch):
     assert not exchange_halo(query[0], 2, alone).any()
 
 
-def attend(tokens, forward, **given):
+def attend(tokens, forward, **kwargs):
     q = k = v = torch.randn(1, 2, tokens, 4)
     with packed_forward_entered(forward):
-        return varlen_attention(nn.Module(), q, k, v, None, **given)[0]
+        return varlen_attention(nn.Module(), q, k, v, None, **kwargs)[0]
 
 
 PART = replace(WHOLE, group=Group(2), part_tokens=4)
@@ -176,10 +176,10 @@ def test_packs_of_more_ranks_than_there_are_are_refused(tmp_path):
 
 
 def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_path):
-    run = build_trainer(tmp_path, texts(8), **PARTS)
-    run.args.tokens_per_rank = 32  # on one process a document of 64 tokens would be refused at the start
+    trainer = build_trainer(tmp_path, texts(8), **PARTS)
+    trainer.args.tokens_per_rank = 32  # on one process a document of 64 tokens would be refused at the start
     with pytest.raises(ValueError, match=r"a document of \d+ tokens, `tokens_per_rank` is 32.*whole documents on one"):
-        run.predict(run.train_dataset)
+        trainer.predict(trainer.train_dataset)
 
 
 def test_labels_that_were_shifted_before_the_cut_are_all_scored():

@@ -154,27 +154,27 @@ def kept(batch, first):
 
 
 def of_loss(change):
-    def wrong(right, *given, **more):
-        loss, outputs = right(*given, **more)
+    def wrong(right, *args, **more):
+        loss, outputs = right(*args, **more)
         return change(loss), outputs
 
     return changed(Objective, "_loss", wrong)
 
 
 def of_values(change):
-    def wrong(right, self, values, *given, **more):
-        return right(self, change(values), *given, **more)
+    def wrong(right, self, values, *args, **more):
+        return right(self, change(values), *args, **more)
 
     return changed(Objective, "_mean", wrong)
 
 
 def found_by_end_tokens(right, self, documents, degree=1):
     found = []
-    for each in documents:
+    for document in documents:
         if found and found[-1]["input_ids"][-1] != END:
             before = found.pop()
-            each = {name: np.append(before[name], each[name]) for name in each}
-        found.append(each)
+            document = {name: np.append(before[name], document[name]) for name in document}
+        found.append(document)
     return right(self, found, degree)
 
 
@@ -230,9 +230,9 @@ FAULTS = {
     "a boundary one late": (changed(varlen, "_lengths_between", one_late), {}, "the loss is"),
     "divided by the accumulation": (of_loss(lambda loss: loss / 2), {}, "the loss is"),
     "times the ranks": (of_loss(lambda loss: loss * 2), {}, "the loss is"),
-    "mean of means": (changed(Objective, "count_step", lambda right, *given: None), {}, "the loss is"),
+    "mean of means": (changed(Objective, "count_step", lambda right, *args: None), {}, "the loss is"),
     "tokens of the first micro-batch": (
-        changed(Objective, "count_step", lambda right, self, batches, *given: right(self, batches[:1], *given)),
+        changed(Objective, "count_step", lambda right, self, batches, *args: right(self, batches[:1], *args)),
         {},
         "the loss is",
     ),
@@ -248,19 +248,19 @@ FAULTS = {
     ),
     "smoothing where nothing is trained": (
         changed(
-            objective, "_smoothing_terms", lambda right, *given: (lambda nll, total: (nll, total + 1))(*right(*given))
+            objective, "_smoothing_terms", lambda right, *args: (lambda nll, total: (nll, total + 1))(*right(*args))
         ),
         CASES["smoothing"],
         "the loss is",
     ),
     "a shared row counts once": (faults.ONE["each_row_once"], CASES["prefixes"], "the loss is"),
     "router loss without a gradient": (
-        changed(Objective, "aux_loss", lambda right, *given, **more: right(*given, **more).detach()),
+        changed(Objective, "aux_loss", lambda right, *args, **more: right(*args, **more).detach()),
         CASES["router"],
         "gradients of",
     ),
     "router loss summed over micro-batches": (
-        changed(Objective, "aux_loss", lambda right, *given, **more: 2 * right(*given, **more)),
+        changed(Objective, "aux_loss", lambda right, *args, **more: 2 * right(*args, **more)),
         CASES["router"],
         "the loss is",
     ),
@@ -311,8 +311,8 @@ def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
 
 def test_a_loss_of_the_user_is_not_compared(tmp_path):
     class Own(SFTTrainer):
-        def compute_loss(self, *given, **more):
-            return super().compute_loss(*given, **more)
+        def compute_loss(self, *args, **more):
+            return super().compute_loss(*args, **more)
 
     trainer = make(tmp_path)
     trainer.__class__ = Own
@@ -353,7 +353,7 @@ def test_a_model_that_computes_long_documents_in_another_way_is_refused(tmp_path
     settings = {"max_length": 410, "gradient_accumulation_steps": 1, "on_leak": "repair"}
     trainer = make(tmp_path, model, rows((60, 400)), **settings)
     with (
-        mock.patch.object(check_isolation, "thresholds", lambda *given: ({}, [])),
+        mock.patch.object(check_isolation, "thresholds", lambda *args: ({}, [])),
         pytest.raises(PackingLeakError, match="A document of 400 tokens was computed packed and alone"),
     ):
         trainer.train()

@@ -323,7 +323,7 @@ def test_gradients_of_models_that_are_sharded_in_place_are_compared(monkeypatch)
 
 
 def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
-    monkeypatch.setattr(module, "TrainingTotals", lambda *given: given)
+    monkeypatch.setattr(module, "TrainingTotals", lambda *args: args)
     noise = module.DocumentNoise.__new__(module.DocumentNoise)
     noise.alpha = 5.0
     step = ScriptedFirstStep()

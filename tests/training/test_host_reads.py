@@ -28,12 +28,12 @@ def reads(folder, trainer_class, **settings):
     """Return (reads by place, all of them) per micro-batch, and the trainer."""
     watch = ReadsOfSteps()
     settings |= {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
-    run = build_trainer(
+    trainer = build_trainer(
         folder, texts(120), trainer_class=trainer_class, trainer_kwargs={"callbacks": [watch]}, **settings
     )
-    run.train()
+    trainer.train()
     assert watch.micro_batches == 8
-    return watch.per_micro_batch, sum(watch.per_micro_batch.values()), run
+    return watch.per_micro_batch, sum(watch.per_micro_batch.values()), trainer
 
 
 @pytest.fixture(scope="module")

@@ -33,14 +33,14 @@ class Counted(TrainerCallback):
 def test_no_micro_batch_walks_the_modules(tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "report_to": []}
-    run = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [counted]}, **settings)
-    run.train()
+    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [counted]}, **settings)
+    trainer.train()
     first, *later = counted.of_steps
     assert first["num_parameters"] == 1
     assert later == [first, first]
     # And the number of FLOPs is that of transformers
-    for batch in run.get_train_dataloader():
-        assert run.floating_point_ops(batch) == trl.SFTTrainer.floating_point_ops(run, batch) > 0
+    for batch in trainer.get_train_dataloader():
+        assert trainer.floating_point_ops(batch) == trl.SFTTrainer.floating_point_ops(trainer, batch) > 0
 
 
 class Switch(TrainerCallback):
@@ -58,10 +58,10 @@ class Switch(TrainerCallback):
 
 def test_a_module_in_evaluation_mode_is_set_to_training_again(tmp_path):
     switch = Switch()
-    run = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [switch]}, max_steps=3)
-    run.train()
+    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [switch]}, max_steps=3)
+    trainer.train()
     assert switch.modes == [{True}, {True}, {True}]
-    assert "train" not in vars(run.model)
+    assert "train" not in vars(trainer.model)
 
 
 @trl_trains

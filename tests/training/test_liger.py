@@ -34,15 +34,15 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
     unpacked.train()
     settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
     kernels = {"rope": True, "swiglu": False}
-    run = build_trainer(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
-    run.train()
+    trainer = build_trainer(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
+    trainer.train()
     assert played.given == kernels | {"fused_linear_cross_entropy": False}
     assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
     assert played.calls > 0
-    assert run.packed_model.isolation.isolated
-    assert not run.packed_model.repaired
+    assert trainer.packed_model.isolation.isolated
+    assert not trainer.packed_model.repaired
     change = weights(unpacked) - start
-    assert (weights(run) - weights(unpacked)).norm() < 1e-5 * change.norm()
+    assert (weights(trainer) - weights(unpacked)).norm() < 1e-5 * change.norm()
     assert change.norm() > 1e-3
 
 
@@ -50,18 +50,18 @@ def test_evaluation_is_as_without(played, tmp_path):
     rows = {"trainer_kwargs": {"eval_dataset": texts(12, seed=1)}, "max_steps": 1, "learning_rate": 0.0}
     losses = []
     for settings in ({}, {"use_liger_kernel": True}, {"use_liger_kernel": True, "eval_packing": False}):
-        run = build_trainer(tmp_path, texts(12), **rows, **settings)
-        run.train()
-        losses.append(run.evaluate()["eval_loss"])
+        trainer = build_trainer(tmp_path, texts(12), **rows, **settings)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
     assert played.calls > 0
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
 
 
 def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
     played.mixes = True
-    run = build_trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
+    trainer = build_trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
     with pytest.raises(PackingLeakError, match="norm"):
-        run.train()
+        trainer.train()
 
 
 @pytest.mark.slow

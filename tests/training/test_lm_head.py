@@ -146,11 +146,11 @@ def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
     with torch.no_grad():
         logits = capped(model_type)(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     rows = Dataset.from_list([{"input_ids": ids.tolist()}])
-    run = build_trainer(tmp_path, rows, model=capped(model_type), max_steps=1, learning_rate=0.0)
-    run.train()
-    loss = next(entry["loss"] for entry in run.state.log_history if "loss" in entry)
+    trainer = build_trainer(tmp_path, rows, model=capped(model_type), max_steps=1, learning_rate=0.0)
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert loss == pytest.approx(F.cross_entropy(logits, ids[1:]).item(), rel=1e-4)
-    assert vars(run.model.config).keys() == vars(capped(model_type).config).keys(), "the name of TRL stays"
+    assert vars(trainer.model.config).keys() == vars(capped(model_type).config).keys(), "the name of TRL stays"
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "chameleon"])
@@ -168,6 +168,6 @@ def test_a_head_that_leaves_something_out_is_said(model_type, tmp_path, monkeypa
         model = capped(model_type)
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(1e-3)
-    run = build_trainer(tmp_path, rows, model=model, max_steps=1)
+    trainer = build_trainer(tmp_path, rows, model=model, max_steps=1)
     with pytest.warns(UserWarning, match=r"differ from those of the model's own logits by .*Pass `compute_loss_func`"):
-        run.train()
+        trainer.train()

@@ -15,9 +15,9 @@ def line_of_run(folder, monkeypatch, measured, **settings):
     """Return the line of the report of a run whose GPU has the counts `measured`, and the run."""
     monkeypatch.setattr(memory, "read_memory", lambda device: measured)
     settings = {"gradient_checkpointing": True, "max_steps": 2} | settings
-    run = build_trainer(folder, texts(), trainer_kwargs={"peft_config": LORA}, **settings)
-    run.train()
-    return run.packing_report.memory, run
+    trainer = build_trainer(folder, texts(), trainer_kwargs={"peft_config": LORA}, **settings)
+    trainer.train()
+    return trainer.packing_report.memory, trainer
 
 
 def test_the_first_steps_say_that_checkpointing_is_not_needed(tmp_path, monkeypatch, capsys):
@@ -50,6 +50,6 @@ def test_nothing_is_said_without_checkpointing(tmp_path, monkeypatch):
 
 
 def test_a_cpu_has_no_such_line(tmp_path):
-    run = build_trainer(tmp_path, texts(), max_steps=2)
-    run.train()
-    assert run.packing_report.memory is None
+    trainer = build_trainer(tmp_path, texts(), max_steps=2)
+    trainer.train()
+    assert trainer.packing_report.memory is None

@@ -130,12 +130,12 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
 def test_noise_is_on_in_training_only(tmp_path):
     losses = {}
     for alpha in (None, 500.0):
-        run = build_trainer(
+        trainer = build_trainer(
             tmp_path, texts(), neftune_noise_alpha=alpha, max_steps=1, trainer_kwargs={"eval_dataset": texts()}
         )
-        before = run.evaluate()["eval_loss"]
-        run.train()
-        losses[alpha] = before, run.state.log_history[-1]["train_loss"]
-        assert not run.model.get_input_embeddings()._forward_hooks
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        losses[alpha] = before, trainer.state.log_history[-1]["train_loss"]
+        assert not trainer.model.get_input_embeddings()._forward_hooks
     assert losses[None][0] == losses[500.0][0]
     assert abs(losses[None][1] - losses[500.0][1]) > 1e-3

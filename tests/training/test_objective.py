@@ -81,13 +81,17 @@ OBJECTIVES = {
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, halves(), packing=packing, gradient_accumulation_steps=2, **{"max_length": 64} | OBJECTIVES[objective]
     )
-    step = first_step(run)
-    ours = gradients(run, run.compute_loss, *step)
-    theirs = gradients(run, super(SFTTrainer, run).compute_loss, *step)
-    assert run.compute_loss.__func__ is not super(SFTTrainer, run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
+    step = first_step(trainer)
+    ours = gradients(trainer, trainer.compute_loss, *step)
+    theirs = gradients(trainer, super(SFTTrainer, trainer).compute_loss, *step)
+    assert (
+        trainer.compute_loss.__func__
+        is not super(SFTTrainer, trainer).compute_loss.__func__
+        is trl.SFTTrainer.compute_loss
+    )
     assert torch.equal(ours[0], theirs[0])
     assert ours[0].abs().min() > 0
     assert torch.equal(ours[1], theirs[1])
@@ -100,15 +104,17 @@ def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
     settings = {"model": "mixtral", "label_smoothing_factor": 0.1, "max_length": 64} | more
     found = {}
     for weight in (0.0, 0.5):
-        run = build_trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
-        step = first_step(run)
-        found[weight] = gradients(run, run.compute_loss, *step)[1]
+        trainer = build_trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
+        step = first_step(trainer)
+        found[weight] = gradients(trainer, trainer.compute_loss, *step)[1]
     batch = {name: value for name, value in step[0][0].items() if name != "labels"}
-    run.model.zero_grad()
-    routed = run.model(**batch, output_router_logits=True).router_logits
+    trainer.model.zero_grad()
+    routed = trainer.model(**batch, output_router_logits=True).router_logits
     real = batch["input_ids"].flatten() != 0
     (0.5 * load_balancing_loss_func(tuple(layer[real] for layer in routed), 4, 2)).backward()
-    added = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in run.model.parameters()])
+    added = torch.cat(
+        [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in trainer.model.parameters()]
+    )
     assert added.norm() > 0.01 * found[0.0].norm()
     assert (found[0.5] - found[0.0] - added).norm() < 1e-4 * added.norm()
 
@@ -146,13 +152,13 @@ def own_loss(tmp_path, data, **settings):
 @pytest.mark.parametrize("packing", [True, False])
 def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_path):
     settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
-    run = own_loss(tmp_path, halves(), **settings)
-    start = {name: value.clone() for name, value in run.model.state_dict().items()}
+    trainer = own_loss(tmp_path, halves(), **settings)
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss`, which does not call.*no weights of documents.*set"):
-        run.train()
-    assert all(torch.equal(value, start[name]) for name, value in run.model.state_dict().items())
+        trainer.train()
+    assert all(torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items())
     plain = build_trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
-    assert run.num_items == first_step(plain)[1]  # trained tokens, and not documents
+    assert trainer.num_items == first_step(plain)[1]  # trained tokens, and not documents
 
     class Doubled(SFTTrainer):
         def compute_loss(self, *args, **kwargs):
@@ -162,9 +168,9 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
         build_trainer(tmp_path, halves(), max_steps=1, max_grad_norm=0, optim="sgd", trainer_class=kind, **settings)
         for kind in (SFTTrainer, Doubled)
     ]
-    for each in ends:
-        each.train()
-    losses = [each.state.log_history[-1]["train_loss"] for each in ends]
+    for end_weights in ends:
+        end_weights.train()
+    losses = [end_weights.state.log_history[-1]["train_loss"] for end_weights in ends]
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
 
 
@@ -176,9 +182,9 @@ def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, t
     logs = []
     for kind in (SFTTrainer, OwnLoss):
         settings = {"packing": packing, "max_steps": 4, "logging_steps": 2, "learning_rate": 0.0}
-        run = build_trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
-        run.train()
-        logs.append([entry for entry in run.state.log_history if "loss" in entry])
+        trainer = build_trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
     assert len(logs[0]) == len(logs[1]) == 2
     for ours, theirs in zip(*logs, strict=True):
         assert theirs.keys() == ours.keys() - OF_OUTPUTS
@@ -247,8 +253,8 @@ def recorded(run):
     seen = []
     fetch = run.get_batch_samples
 
-    def noting(*given):
-        batches, num_items = fetch(*given)
+    def noting(*args):
+        batches, num_items = fetch(*args)
         seen.extend(map(dict, batches))
         return batches, num_items
 
@@ -264,13 +270,13 @@ def test_what_is_logged_is_right(settings, tmp_path):
     """Loss, entropy and accuracy are those of TRL, which `test_equivalence.py` compares."""
     logs = {"logging_steps": 2, "include_num_input_tokens_seen": "non_padding", "peak_tflops": 0.5}
     saves = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
-    run = build_trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
-    seen = recorded(run)
-    run.train()
+    trainer = build_trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
+    seen = recorded(trainer)
+    trainer.train()
     num_tokens = 0
     at = 0
-    logs = [entry for entry in run.state.log_history if "loss" in entry]
-    assert len(logs) == run.state.global_step // 2 > 1
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == trainer.state.global_step // 2 > 1
     for entry in logs:
         window = seen[at : at + 6]
         at = at + 6
@@ -284,13 +290,13 @@ def test_what_is_logged_is_right(settings, tmp_path):
         if not settings.keys() & {"packing_strategy", "packing"}:
             room = len(filled) * 2 * 64
         assert entry["efficiency"] == pytest.approx(tokens / room, abs=1e-4)
-        costs = make_cost_model(run.model.config)(np.array(lengths))
+        costs = make_cost_model(trainer.model.config)(np.array(lengths))
         rate = entry["tflops_per_second_per_rank"] / entry["tokens_per_second"]  # the time cancels
         assert rate == pytest.approx(3 * costs.sum() / tokens / 1e12, rel=2e-3)
         assert entry["mfu"] == pytest.approx(entry["tflops_per_second_per_rank"] / 0.5, rel=1e-3)
-    if run.state.global_step % 2 == 0:
-        assert num_tokens == 2 * sum(map(len, run.train_dataset["input_ids"]))
-    end = run.state.log_history[-1]
+    if trainer.state.global_step % 2 == 0:
+        assert num_tokens == 2 * sum(map(len, trainer.train_dataset["input_ids"]))
+    end = trainer.state.log_history[-1]
     assert end["train_samples_per_second"] == pytest.approx(48 / end["train_runtime"], rel=1e-3)
 
 
@@ -309,9 +315,9 @@ def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_p
     logs = []
     for kind, given in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
         subclass = type("Own", (OwnLabels, kind), {})
-        run = build_trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
-        run.train()
-        logs.append([entry for entry in run.state.log_history if "loss" in entry])
+        trainer = build_trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
     assert len(logs[0]) == 3
     for ours, expected in zip(*logs, strict=True):
         for name in ("loss", "entropy", "mean_token_accuracy"):
@@ -322,10 +328,10 @@ def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
     """Setting the share later changes nothing, as in TRL. In packs it is refused (`test_replaced.py`)."""
     ends = []
     for share in (0.1, 0.3):
-        run = build_trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
-        run.args.label_smoothing_factor = share
-        run.train()
-        ends.append(weights(run))
+        trainer = build_trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
+        trainer.args.label_smoothing_factor = share
+        trainer.train()
+        ends.append(weights(trainer))
     assert torch.equal(*ends)
 
 
@@ -333,10 +339,10 @@ def test_the_last_line_is_of_the_whole_training(tmp_path):
     """Return from `train()` what all five steps did, though the last window has one step."""
     rows = halves().add_column("source", [f"s{i % 2}" for i in range(24)])
     settings = {"logging_steps": 4, "max_steps": 5, "gradient_accumulation_steps": 2, "source_column": "source"}
-    run = build_trainer(tmp_path, rows, learning_rate=0.0, **settings)
-    seen = recorded(run)
-    metrics = run.train().metrics
-    (window,) = [entry for entry in run.state.log_history if "loss" in entry]
+    trainer = build_trainer(tmp_path, rows, learning_rate=0.0, **settings)
+    seen = recorded(trainer)
+    metrics = trainer.train().metrics
+    (window,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [length for batch in seen for length in lengths_of(batch)]
     trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in seen)
     assert metrics["trained_tokens"] == trained
@@ -346,50 +352,54 @@ def test_the_last_line_is_of_the_whole_training(tmp_path):
     seconds = sum(lengths) / metrics["tokens_per_second"]
     of_window = sum(length for batch in seen[:8] for length in lengths_of(batch)) / window["tokens_per_second"]
     assert of_window < seconds < metrics["train_runtime"]
-    assert run.state.log_history[-1]["tokens_per_second"] == metrics["tokens_per_second"]
+    assert trainer.state.log_history[-1]["tokens_per_second"] == metrics["tokens_per_second"]
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
-    run = build_trainer(tmp_path, halves(), logging_steps=2, max_steps=4)
-    collate = run.data_collator
+    trainer = build_trainer(tmp_path, halves(), logging_steps=2, max_steps=4)
+    collate = trainer.data_collator
 
     def slow(documents):
         time.sleep(0.5)
         return collate(documents)
 
     if is_slow:
-        run.data_collator = slow
-    run.train()
-    shares = [entry["data_wait"] for entry in run.state.log_history if "loss" in entry]
+        trainer.data_collator = slow
+    trainer.train()
+    shares = [entry["data_wait"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(shares) == 2
     assert all(0 <= share <= 1 for share in shares)
     assert (min(shares) > 0.5) is is_slow
 
 
 def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
-    run = build_trainer(tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1)
-    seen = recorded(run)
+    trainer = build_trainer(
+        tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1
+    )
+    seen = recorded(trainer)
     at_checkpoint = []
 
     class Save(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            at_checkpoint.append((run._total_train_tokens, sum(batch["input_ids"].numel() for batch in seen)))
+            at_checkpoint.append((trainer._total_train_tokens, sum(batch["input_ids"].numel() for batch in seen)))
 
-    run.add_callback(Save())
-    run.train()
-    assert len(at_checkpoint) == run.state.global_step > 3
+    trainer.add_callback(Save())
+    trainer.train()
+    assert len(at_checkpoint) == trainer.state.global_step > 3
     assert all(counted == expected > 0 for counted, expected in at_checkpoint)
-    assert run.state.log_history[-1]["num_tokens"] == at_checkpoint[-1][0], "the last line of a short run has them, too"
+    assert trainer.state.log_history[-1]["num_tokens"] == at_checkpoint[-1][0], (
+        "the last line of a short run has them, too"
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_the_loss_of_a_micro_batch_reads_its_layout_once(settings, tmp_path, monkeypatch):
-    run = build_trainer(tmp_path, halves(8), **settings)
-    batches, num_items = first_step(run)
+    trainer = build_trainer(tmp_path, halves(8), **settings)
+    batches, num_items = first_step(trainer)
     calls = []
     monkeypatch.setattr(objective, "layout_of", lambda batch: calls.append(batch) or layout_of(batch))
-    run.compute_loss(run.model, batches[0], num_items_in_batch=num_items)
+    trainer.compute_loss(trainer.model, batches[0], num_items_in_batch=num_items)
     assert len(calls) == 1
 
 
@@ -410,9 +420,9 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
     model_type, config, has_router = EXPERTS_IN_CONFIG[name]
     model = build_tiny_model(model_type, **config)
     assert model.config.router_aux_loss_coef > 0  # which TRL would weigh a router loss with
-    run = build_trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
-    run.train()
-    (log,) = [each for each in run.state.log_history if "loss" in each]
+    trainer = build_trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
+    trainer.train()
+    (log,) = [each for each in trainer.state.log_history if "loss" in each]
     assert np.isfinite(log["loss"])
     assert ("aux_loss" in log) == has_router
     if not has_router:
@@ -426,9 +436,9 @@ def test_routers_whose_logits_are_not_returned_train_without_their_loss(model_ty
     model = zoo.build_model(model_type, vocab_size=300)
     is_returned = Version("5.18") <= TRANSFORMERS
     with nullcontext() if is_returned else pytest.warns(UserWarning, match="does not return the logits of its routers"):
-        run = build_trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
-    run.train()
-    (log,) = [each for each in run.state.log_history if "loss" in each]
+        trainer = build_trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
+    trainer.train()
+    (log,) = [each for each in trainer.state.log_history if "loss" in each]
     assert np.isfinite(log["loss"])
     if not is_returned:
         assert "aux_loss" not in log

@@ -102,10 +102,10 @@ def test_virtual_tokens_are_trained_and_evaluated_as_in_stock_trl(kind, form, tm
     for make, settings in ((stock, {}), (build_trainer, {"packing": False})):
         settings |= {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 1, "logging_strategy": "steps"}
         # One batch, so that TRL's mean of batches is that of all tokens
-        run = run_of(tmp_path, kind, form, make, FORMS[form], per_device_eval_batch_size=NUM_ROWS, **settings)
-        run.train()
-        predicted = run.predict(run.eval_dataset)
-        ends.append((weights(run), run.state.log_history, predicted))
+        trainer = run_of(tmp_path, kind, form, make, FORMS[form], per_device_eval_batch_size=NUM_ROWS, **settings)
+        trainer.train()
+        predicted = trainer.predict(trainer.eval_dataset)
+        ends.append((weights(trainer), trainer.state.log_history, predicted))
     (expected, expected_log, of_trl), (ours, log, predicted) = ends
     assert torch.equal(ours, expected)
     assert (predicted.predictions == of_trl.predictions).all()

@@ -47,7 +47,7 @@ def start(folder, model="llama", peft_config=None, **settings):
 
 
 def weights(trainer):
-    return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 @pytest.fixture

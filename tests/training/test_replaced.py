@@ -17,8 +17,8 @@ def with_documents(run):
     documents = []
     fetch = run.get_batch_samples
 
-    def noting(*given):
-        batches, num_items = fetch(*given)
+    def noting(*args):
+        batches, num_items = fetch(*args)
         for inputs in batches:
             if run.args.packing:
                 documents.extend(tokens for tokens, _ in documents_of(inputs))
@@ -37,34 +37,34 @@ def with_documents(run):
 )
 def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_path):
     settings = {"learning_rate": 1e-2, "num_train_epochs": 2} | settings
-    run = build_trainer(tmp_path, ROWS, **settings)
-    run.train_dataset = run.train_dataset.select(range(15, 40))
+    trainer = build_trainer(tmp_path, ROWS, **settings)
+    trainer.train_dataset = trainer.train_dataset.select(range(15, 40))
     fresh = build_trainer(tmp_path, ROWS.select(range(15, 40)), **settings)
-    for each in (run, fresh):
+    for each in (trainer, fresh):
         each.train()
-    assert torch.equal(weights(run), weights(fresh))
-    assert run.state.max_steps == fresh.state.max_steps
-    assert run.packing_report.num_rows == run.packing_report.num_documents == 25
-    ours, theirs = ([entry.get("learning_rate") for entry in each.state.log_history] for each in (run, fresh))
+    assert torch.equal(weights(trainer), weights(fresh))
+    assert trainer.state.max_steps == fresh.state.max_steps
+    assert trainer.packing_report.num_rows == trainer.packing_report.num_documents == 25
+    ours, theirs = ([entry.get("learning_rate") for entry in each.state.log_history] for each in (trainer, fresh))
     assert ours == theirs
-    assert run.state.max_steps > 4
+    assert trainer.state.max_steps > 4
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
-    run = build_trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
-    documents = with_documents(run)
-    prepared = run.train_dataset
+    trainer = build_trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
+    documents = with_documents(trainer)
+    prepared = trainer.train_dataset
     tokens = [[7, 8, 9, 10 + i] for i in range(30)]
     tokenised = Dataset.from_dict({"input_ids": tokens} | ({} if packing else {"labels": tokens}))
     num_steps = []
     for stage in (prepared, prepared.select(range(10)), tokenised):
         documents.clear()
-        run.train_dataset = stage
-        run.train()
+        trainer.train_dataset = stage
+        trainer.train()
         assert sorted(documents) == sorted(stage["input_ids"])
-        num_steps.append(run.state.max_steps)
-        assert run.state.global_step == run.state.max_steps
+        num_steps.append(trainer.state.max_steps)
+        assert trainer.state.global_step == trainer.state.max_steps
     assert num_steps[0] > 3 * num_steps[1]
     assert len(set(num_steps)) == 3
 
@@ -75,23 +75,23 @@ def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
         return texts(12).add_column("source", [source] * 12).add_column("weight", [weight] * 12)
 
     settings = {"weight_column": "weight", "source_column": "source", "packing": packing, "learning_rate": 1e-2}
-    run = build_trainer(tmp_path, rows("first", 1.0), **settings)
+    trainer = build_trainer(tmp_path, rows("first", 1.0), **settings)
     second = build_trainer(tmp_path, rows("second", 0.0), trainer_kwargs={}, **settings | {"weight_column": None})
-    run.train_dataset = second.train_dataset.map(lambda row, i: {"weight": float(i == 3)}, with_indices=True)
-    before = weights(run).clone()
-    run.train()
-    names = {key for entry in run.state.log_history for key in entry if key.startswith("loss/")}
+    trainer.train_dataset = second.train_dataset.map(lambda row, i: {"weight": float(i == 3)}, with_indices=True)
+    before = weights(trainer).clone()
+    trainer.train()
+    names = {key for entry in trainer.state.log_history for key in entry if key.startswith("loss/")}
     assert names == {"loss/second"}
     # A step without the row of weight 1 has the loss 0
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(float(loss) > 0 for loss in losses) == 3  # once per epoch
     assert len(losses) > 3
-    assert not torch.equal(weights(run), before)
-    run.train_dataset = second.train_dataset  # all weights are 0
+    assert not torch.equal(weights(trainer), before)
+    trainer.train_dataset = second.train_dataset  # all weights are 0
     with pytest.raises(ValueError, match="all 12 rows of the train dataset have weight 0"):
-        run.train()
+        trainer.train()
     with pytest.raises(ValueError, match="all 12 rows of the train dataset have weight 0"):
-        run.train()
+        trainer.train()
 
 
 def test_an_ignored_mask_of_new_rows_is_ignored(tmp_path):
@@ -119,16 +119,16 @@ def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
 
 def test_streams_follow_each_other(tmp_path):
     settings = {"max_steps": 3}
-    run = build_trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
-    documents = with_documents(run)
+    trainer = build_trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
+    documents = with_documents(trainer)
     other = [[7, 8, 9, 10 + i] for i in range(200)]
-    run.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
-    run.train()
+    trainer.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
+    trainer.train()
     assert documents
     assert all(document in other for document in documents)
-    run.train_dataset = ROWS.to_iterable_dataset()
+    trainer.train_dataset = ROWS.to_iterable_dataset()
     with pytest.raises(ValueError, match=r"`trainer.train_dataset` was set to rows with the columns \['text'\]"):
-        run.train()
+        trainer.train()
 
 
 REFUSED = {
@@ -151,16 +151,16 @@ def test_rows_that_cannot_be_trained_are_refused(case, tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_evaluation_set_that_is_set_later_is_evaluated(packing, tmp_path):
-    run = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(20, seed=1)}, packing=packing)
+    trainer = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(20, seed=1)}, packing=packing)
     few = texts(20, seed=1).select(range(4))
     fresh = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": few}, packing=packing)
-    before = run.evaluate()["eval_loss"]
-    run.eval_dataset = run.eval_dataset.select(range(4))
-    assert run.evaluate()["eval_loss"] == fresh.evaluate()["eval_loss"] != before
-    assert run.evaluate(few)["eval_loss"] == fresh.evaluate()["eval_loss"]  # prepared by TRL
-    run.eval_dataset = few
+    before = trainer.evaluate()["eval_loss"]
+    trainer.eval_dataset = trainer.eval_dataset.select(range(4))
+    assert trainer.evaluate()["eval_loss"] == fresh.evaluate()["eval_loss"] != before
+    assert trainer.evaluate(few)["eval_loss"] == fresh.evaluate()["eval_loss"]  # prepared by TRL
+    trainer.eval_dataset = few
     with pytest.raises(ValueError, match=r"`trainer.eval_dataset` was set to rows with the columns \['text'\]"):
-        run.evaluate()
+        trainer.evaluate()
 
 
 CHANGES = {"share_prefixes": "family", "packing_strategy": "wrapped", "max_length": 32, "packing": False}
@@ -169,32 +169,32 @@ CHANGES |= {"label_smoothing_factor": 0.3}
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
-    run = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
-    before = getattr(run.args, name)
-    setattr(run.args, name, CHANGES[name])
+    trainer = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
+    before = getattr(trainer.args, name)
+    setattr(trainer.args, name, CHANGES[name])
     message = rf"`trainer.args` was changed.*`{name}` was {before!r} and is {CHANGES[name]!r}.*not be honoured.*Con"
     with pytest.raises(ValueError, match=message):
-        run.train()
+        trainer.train()
     if name == "packing":
         with pytest.raises(ValueError, match=message):
-            run.evaluate()
+            trainer.evaluate()
     else:
-        assert run.evaluate()["eval_loss"] > 0
-    setattr(run.args, name, before)
-    run.args.max_steps = 1  # what the Trainer reads when training starts
-    assert run.train().global_step == 1
+        assert trainer.evaluate()["eval_loss"] > 0
+    setattr(trainer.args, name, before)
+    trainer.args.max_steps = 1  # what the Trainer reads when training starts
+    assert trainer.train().global_step == 1
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("wraps_too", [True, False])
 def test_another_model_is_refused(packing, wraps_too, tmp_path):
-    run = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
-    own = run.model
-    run.model = build_tiny_model("llama")
+    trainer = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
+    own = trainer.model
+    trainer.model = build_tiny_model("llama")
     if wraps_too:
-        run.model_wrapped = run.model
-    for call in (run.train, run.evaluate):
+        trainer.model_wrapped = trainer.model
+    for call in (trainer.train, trainer.evaluate):
         with pytest.raises(ValueError, match="`trainer.model` was set to another LlamaForCausalLM.*Construct a"):
             call()
-    run.model = run.model_wrapped = own
-    assert run.train().global_step == 1
+    trainer.model = trainer.model_wrapped = own
+    assert trainer.train().global_step == 1

@@ -24,9 +24,9 @@ STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate
 def saved(folder, dataset=None, save_steps=5, **settings):
     """Return a run of three epochs with checkpoints, of which the second is in the middle of epoch two."""
     settings = STEPS | {"save_strategy": "steps", "save_steps": save_steps} | settings
-    run = build_trainer(folder, dataset or texts(60), **settings)
-    run.train()
-    return run
+    trainer = build_trainer(folder, dataset or texts(60), **settings)
+    trainer.train()
+    return trainer
 
 
 @pytest.fixture(scope="module")

@@ -114,17 +114,19 @@ SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "m
 class Recorded(SFTTrainer):
     """Notes the documents of every optimizer step, and the keys of what reaches the model."""
 
-    def get_batch_samples(self, *given):
-        batches, num_items = super().get_batch_samples(*given)
+    def get_batch_samples(self, *args):
+        batches, num_items = super().get_batch_samples(*args)
         if batches:
             self.steps.append([document for batch in batches for document in documents_of(batch, LIST)])
         return batches, num_items
 
 
 def recorded(folder, dataset=ROWS, **settings):
-    run = build_trainer(folder, dataset, trainer_class=Recorded, **{"gradient_accumulation_steps": 2} | SGD | settings)
-    run.steps = []
-    return run
+    trainer = build_trainer(
+        folder, dataset, trainer_class=Recorded, **{"gradient_accumulation_steps": 2} | SGD | settings
+    )
+    trainer.steps = []
+    return trainer
 
 
 # One step, in fp64
@@ -153,17 +155,17 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
     sizes = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3}
     data = ROWS.to_iterable_dataset() if "max_steps" in settings else ROWS
-    run = build_trainer(tmp_path, data, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
-    batches, num_items = first_step(run)
+    trainer = build_trainer(tmp_path, data, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
+    batches, num_items = first_step(trainer)
     documents = [document for batch in batches for document in documents_of(batch, LIST)]
     assert len(documents) > 8
     assert len({document.weight for document in documents}) == 5
     total = 0.0
     for batch in batches:
-        loss = run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=num_items)
+        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(dict(batch)), num_items_in_batch=num_items)
         loss.backward()
         total += loss.item()
-    found = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
     of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
     errors = []
     other = {"token": "document", "document": "token"}[weighting]
@@ -183,9 +185,9 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
 
 
 def trained(folder, dataset, **settings):
-    run = build_trainer(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
-    run.train()
-    return run
+    trainer = build_trainer(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
+    trainer.train()
+    return trainer
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -201,10 +203,10 @@ def test_unset_nothing_changes_to_the_bit(packing, tmp_path):
 def test_a_step_of_weight_0_trains_nothing(tmp_path):
     values = [0.0] * (len(ROWS) - 1) + [1.0]
     dataset = ROWS.remove_columns("share").add_column("share", values)
-    run = build_trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
-    run.train()
-    assert run.state.log_history[1]["loss"] == 0.0
-    assert torch.equal(weights(run), start_weights())
+    trainer = build_trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
+    trainer.train()
+    assert trainer.state.log_history[1]["loss"] == 0.0
+    assert torch.equal(weights(trainer), start_weights())
 
 
 # Sources in evaluation
@@ -217,10 +219,12 @@ def test_evaluation_has_a_loss_per_source(packing, tmp_path):
     given = {"eval_dataset": both, "compute_metrics": lambda _: {}}
     expected = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")[1][0]
     for eval_packing in (True, False):
-        run = build_trainer(tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=given, **COLUMNS)
+        trainer = build_trainer(
+            tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=given, **COLUMNS
+        )
         for metric in (given["compute_metrics"], None):  # with a metric, full logits are computed
-            run.compute_metrics = metric
-            found = run.evaluate()
+            trainer.compute_metrics = metric
+            found = trainer.evaluate()
             losses = {name: found.get(f"eval_one_loss/{name}") for name in SOURCES}
             assert losses == pytest.approx(expected, rel=1e-5)
             tokens = {name: found[f"eval_one_trained_tokens/{name}"] for name in SOURCES}
@@ -228,12 +232,12 @@ def test_evaluation_has_a_loss_per_source(packing, tmp_path):
             assert total == pytest.approx(found["eval_one_loss"], rel=1e-6)
             assert found["eval_plain_loss"] == pytest.approx(found["eval_one_loss"], rel=1e-6)
             assert not [key for key in found if key.startswith("eval_plain") and "/" in key]
-        assert any("eval_one_loss/code" in entry for entry in run.state.log_history)
+        assert any("eval_one_loss/code" in entry for entry in trainer.state.log_history)
 
 
 def all_documents(rows):
     tensors = [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
-    masks = [torch.ones_like(each["input_ids"]) for each in tensors]
+    masks = [torch.ones_like(tensor["input_ids"]) for tensor in tensors]
     pairs = zip(tensors, masks, strict=True)
     return [document for each, mask in pairs for document in documents_of(each | {"attention_mask": mask}, list(rows))]
 
@@ -327,9 +331,9 @@ BAD_WHERE_READ = {
 def test_a_stream_refuses_bad_values_where_it_reads_them(name, tmp_path):
     dataset, settings, message = BAD_WHERE_READ[name]
     settings = {"max_steps": 4, "per_device_train_batch_size": 8} | settings
-    run = build_trainer(tmp_path, dataset.to_iterable_dataset(), **settings)
+    trainer = build_trainer(tmp_path, dataset.to_iterable_dataset(), **settings)
     with pytest.raises(ValueError, match=message):
-        run.train()
+        trainer.train()
 
 
 def test_a_prepared_table_keeps_the_columns(tmp_path):
@@ -357,8 +361,8 @@ def test_dropped_rows_take_their_weights_with_them(tmp_path):
     rows.insert(5, {"messages": [{"role": "user", "content": None}, answer], "share": 9.0, "source": "z"})
     for packing in (True, False):
         settings = {"bad_rows": "drop", "assistant_only_loss": True, "packing": packing, "shuffle_dataset": True}
-        run = build_trainer(tmp_path, Dataset.from_list(rows), per_device_train_batch_size=9, **COLUMNS | settings)
-        batches, _ = first_step(run)
+        trainer = build_trainer(tmp_path, Dataset.from_list(rows), per_device_train_batch_size=9, **COLUMNS | settings)
+        batches, _ = first_step(trainer)
         for batch in batches:
             trained_tokens = (batch["labels"][:, 1:] != -100).sum()
             assert trained_tokens
@@ -401,10 +405,10 @@ def test_too_many_sources_are_refused(tmp_path):
 
 def test_an_evaluation_set_with_a_bad_source_is_refused_before_training(tmp_path):
     test = ROWS.remove_columns("source").add_column("source", np.linspace(0, 1, NUM).astype(np.float32))
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, ROWS, eval_strategy="epoch", trainer_kwargs={"eval_dataset": test}, source_column="source"
     )
     with pytest.raises(ValueError, match="in the evaluation dataset this column has type float"):
-        run.train()
-    assert run.state.global_step == 0
+        trainer.train()
+    assert trainer.state.global_step == 0
     assert config(tmp_path).source_column is None

@@ -34,20 +34,20 @@ def test_the_class_that_is_set_in_trl_trains_as_ours(packing, tmp_path, monkeypa
     set_in_trl(monkeypatch)
     from trl import SFTConfig, SFTTrainer
 
-    run = build_trainer(tmp_path / "set", texts(8), trainer_class=SFTTrainer, config_class=SFTConfig, **settings)
-    run.train()
+    trainer = build_trainer(tmp_path / "set", texts(8), trainer_class=SFTTrainer, config_class=SFTConfig, **settings)
+    trainer.train()
     assert SFTTrainer is trl_packfix.SFTTrainer
-    assert torch.equal(weights(run), weights(ours))
-    assert not torch.equal(weights(run), start)
+    assert torch.equal(weights(trainer), weights(ours))
+    assert not torch.equal(weights(trainer), start)
 
 
 def test_a_config_of_trl_that_was_made_before_keeps_its_strategy(tmp_path, monkeypatch):
     args = config(tmp_path, ConfigOfTrl, max_steps=1)
     set_in_trl(monkeypatch)
-    run = trl.SFTTrainer(build_tiny_model(), args, train_dataset=texts(8), processing_class=build_tokenizer())
-    assert run.args.packing_strategy == "bfd"
-    run.train()
-    assert run.state.global_step == 1
+    trainer = trl.SFTTrainer(build_tiny_model(), args, train_dataset=texts(8), processing_class=build_tokenizer())
+    assert trainer.args.packing_strategy == "bfd"
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_a_sampler_of_a_class_that_is_set_in_trl_is_refused(tmp_path, monkeypatch):

@@ -31,11 +31,11 @@ from trl_packfix.training.config import check_devices
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OF_TRANSFORMERS = {each.name for each in fields(TrainingArguments)}
+OF_TRANSFORMERS = {field.name for field in fields(TrainingArguments)}
 FIELDS = {
     "TrainingArguments": OF_TRANSFORMERS,
-    "SFTConfig": {each.name for each in fields(SFTConfig)} - OF_TRANSFORMERS,
-    "ModelConfig": {each.name for each in fields(ModelConfig)},
+    "SFTConfig": {field.name for field in fields(SFTConfig)} - OF_TRANSFORMERS,
+    "ModelConfig": {field.name for field in fields(ModelConfig)},
 }
 
 
@@ -57,13 +57,13 @@ def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypa
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for each in fields(SFTConfig):
-        if each.name in own | {"packing_strategy"}:
-            text = each.metadata["help"]
+    for field in fields(SFTConfig):
+        if field.name in own | {"packing_strategy"}:
+            text = field.metadata["help"]
             described = text.removeprefix("Experimental, several GPUs have not run it yet. ")  # a label of help only
-            assert re.search(rf" {each.name} \([^)]*\): {re.escape(described)} (\w+ \(|Example:)", page), each.name
-            assert f"--{each.name}" in shown, each.name
-            assert text in shown, each.name
+            assert re.search(rf" {field.name} \([^)]*\): {re.escape(described)} (\w+ \(|Example:)", page), field.name
+            assert f"--{field.name}" in shown, field.name
+            assert text in shown, field.name
     assert "One of stream, bfd, bfd_split, wrapped, minibatch" in shown
     assert "One of truncate, split, drop, raise" in shown
 
@@ -143,10 +143,10 @@ NEEDS = {"selective checkpointing": selects_checkpoints}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> torch.Tensor:
-    run = build_trainer(tmp_path_factory.mktemp("plain"), texts(), **BASE)
-    run.train()
-    assert weight_difference(weights(run), start_weights(), start_weights() + 1, 0) > 0
-    return weights(run)
+    trainer = build_trainer(tmp_path_factory.mktemp("plain"), texts(), **BASE)
+    trainer.train()
+    assert weight_difference(weights(trainer), start_weights(), start_weights() + 1, 0) > 0
+    return weights(trainer)
 
 
 @pytest.fixture
@@ -164,24 +164,24 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
     settings = KEEP_WEIGHTS[group]
     defaults = config(tmp_path)
     given = {"trainer_kwargs": {"eval_dataset": texts(10, 1)}} if "eval_strategy" in settings else {}
-    run = build_trainer(tmp_path, texts(), **BASE | settings | given)
+    trainer = build_trainer(tmp_path, texts(), **BASE | settings | given)
     for name, value in settings.items():
-        assert getattr(run.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
+        assert getattr(trainer.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
     assert any(getattr(defaults, name) != value for name, value in settings.items())
-    run.train()
-    assert run.state.global_step == 3
-    assert torch.equal(weights(run), plain)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert torch.equal(weights(trainer), plain)
 
 
 # Fields that change the optimizer or the adapters are rows of the table of equivalences
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path):
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, texts(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}, max_steps=1
     )
     with pytest.raises(PackingLeakError, match=r"without packing, and it raised: pin_memory=True .* not the cause"):
-        run.train()
+        trainer.train()
 
 
 def test_four_bits_on_a_cpu_that_would_change_them_are_refused():
@@ -208,7 +208,7 @@ def test_qlora_trains_as_unpacked(tmp_path, monkeypatch):
         more = {"packing": True, "packing_strategy": "minibatch"} if name == "packed" else {"packing": False}
         zero = {"learning_rate": 0.0} if name == "start" else {}
         torch.manual_seed(0)
-        run = package.SFTTrainer(
+        trainer = package.SFTTrainer(
             str(tmp_path / "model"),
             config(tmp_path / name, package.SFTConfig, **settings | more | zero),
             train_dataset=texts(),
@@ -216,9 +216,9 @@ def test_qlora_trains_as_unpacked(tmp_path, monkeypatch):
             quantization_config=BitsAndBytesConfig(**quantised, bnb_4bit_compute_dtype=torch.float32),
             peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
-        assert sum("4bit" in type(module).__name__ for module in run.model.modules()) == 2 * 14  # and PEFT's
-        run.train()
-        ends[name] = torch.cat([p.detach().flatten() for p in run.model.parameters() if p.requires_grad])
+        assert sum("4bit" in type(module).__name__ for module in trainer.model.modules()) == 2 * 14  # and PEFT's
+        trainer.train()
+        ends[name] = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
     assert weight_difference(ends["packed"], ends["unpacked"], ends["start"]) < 1e-2  # the rest of the model is bf16
 
 
@@ -226,11 +226,11 @@ def test_documents_beyond_the_positions_need_a_rope_that_stretches(tmp_path):
     """Dynamic RoPE is made for them. Its angles depend on the longest row, so documents get their own."""
     rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
     model = build_tiny_model("qwen2", max_position_embeddings=32, **rope)
-    run = build_trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
-    assert run.data.source.documents.lengths.max() > 32
-    run.train()
-    assert run.packed_model.is_proved
-    assert [repair.count for repair in run.packed_model.repaired] == [1]
+    trainer = build_trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
+    assert trainer.data.source.documents.lengths.max() > 32
+    trainer.train()
+    assert trainer.packed_model.is_proved
+    assert [repair.count for repair in trainer.packed_model.repaired] == [1]
 
 
 @pytest.fixture

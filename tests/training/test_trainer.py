@@ -131,14 +131,14 @@ def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
     before = dict(vars(args))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        run = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
+        trainer = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
     said = any("a `TrainingArguments`, which has no `packing`" in str(each.message) for each in seen)
-    assert isinstance(run.args, SFTConfig)
+    assert isinstance(trainer.args, SFTConfig)
     assert said is (kind == "training_arguments")
-    assert run.args.seed == 5, "the caller's config was changed"
+    assert trainer.args.seed == 5, "the caller's config was changed"
     assert vars(args) == before, "the caller's config was changed"
-    assert run.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
-    assert run.args.packing is (kind in ("trl", "ours"))
+    assert trainer.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
+    assert trainer.args.packing is (kind in ("trl", "ours"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's default config runs where there is a GPU")
@@ -157,9 +157,9 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
     settings |= {"max_length": 24 if truncated else 128, "learning_rate": 1e-2, "packing": False}
     results = []
     for kind, of in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
-        run = build_trainer(tmp_path, texts(), trainer_class=kind, config_class=of, **settings)
-        run.train()
-        results.append(weights(run))
+        trainer = build_trainer(tmp_path, texts(), trainer_class=kind, config_class=of, **settings)
+        trainer.train()
+        results.append(weights(trainer))
     if Version("1.16") <= TRL:
         assert torch.equal(*results)
     else:  # the loss is summed in another order
@@ -169,8 +169,8 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
 
 def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):
     data = Dataset.from_dict({"input_ids": [[5, 6, 7], [5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [-100] * 3, [8, 9]]})
-    run = build_trainer(tmp_path, data, packing=False, max_length=None)
-    assert len(run.train_dataset) == 2
+    trainer = build_trainer(tmp_path, data, packing=False, max_length=None)
+    assert len(trainer.train_dataset) == 2
     assert "1 of 3 documents have no trained token" in caplog.text
 
 
@@ -205,35 +205,35 @@ def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_p
 
 def test_formatting_func(tmp_path):
     data = Dataset.from_dict({"a": ["x", "yy"], "b": ["zzz", "w"]})
-    run = build_trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
-    (batch,) = run.get_train_dataloader()
-    found = sorted(run.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
+    trainer = build_trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
+    (batch,) = trainer.get_train_dataloader()
+    found = sorted(trainer.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
     assert found == ["x-zzz<|im_end|>", "yy-w<|im_end|>"]
 
 
 def test_rows_that_are_packs_keep_their_documents(tmp_path):
     data = Dataset.from_dict({"input_ids": [[9, 8, 7, 6, 5], [4, 3]], "seq_lengths": [[2, 3], [2]]})
-    run = build_trainer(tmp_path, data)
-    (batch,) = run.get_train_dataloader()
+    trainer = build_trainer(tmp_path, data)
+    (batch,) = trainer.get_train_dataloader()
     assert [tokens for tokens, _ in documents_of(batch)] == [[4, 3], [7, 6, 5], [9, 8]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, texts(48), packing_strategy=strategy, num_train_epochs=3, max_length=40, learning_rate=1e-2
     )
-    steps = len(run.get_train_dataloader())
-    run.train()
-    assert run.state.global_step == 3 * steps == run.state.max_steps
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    steps = len(trainer.get_train_dataloader())
+    trainer.train()
+    assert trainer.state.global_step == 3 * steps == trainer.state.max_steps
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert np.mean(losses[-3:]) < np.mean(losses[:3]), "nothing was learned"
 
 
 def test_padding_free_without_packing_means_minibatch(tmp_path):
-    run = build_trainer(tmp_path, texts(), packing=False, padding_free=True)
-    assert (run.args.packing, run.args.packing_strategy) == (True, "minibatch")
+    trainer = build_trainer(tmp_path, texts(), packing=False, padding_free=True)
+    assert (trainer.args.packing, trainer.args.packing_strategy) == (True, "minibatch")
     # TRL asks for `max_length=None` here; then the longest document is the limit
     longest = build_trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
     assert longest.data.source.make_planner().packing.max_length == longest.data.source.documents.lengths.max()
@@ -251,10 +251,10 @@ FILLED = {"dataloader_drop_last": True, "pad_to_multiple_of": 32, "dataloader_nu
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [OTHERS, FILLED | {"pad_documents_to_multiple_of": 16}], ids=str)
 def test_settings_of_trl_work_packed(settings, tmp_path):
-    run = build_trainer(tmp_path, texts(), max_steps=2, **settings)
-    run.train()
-    assert run.state.global_step == 2
-    assert np.isfinite(run.state.log_history[-1]["train_loss"])
+    trainer = build_trainer(tmp_path, texts(), max_steps=2, **settings)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert np.isfinite(trainer.state.log_history[-1]["train_loss"])
 
 
 @pytest.mark.sweep
@@ -275,8 +275,8 @@ def test_compiled_training_is_training(model, tmp_path):
 @pytest.mark.parametrize("eval_packing", [True, False])
 def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packing, tmp_path):
     """`dataloader_multiprocessing_context="forkserver"`, where forking is not safe; starting one would take seconds."""
-    run = build_trainer(tmp_path, texts(), eval_packing=eval_packing, trainer_kwargs={"eval_dataset": texts(9)})
-    for loader in (run.get_train_dataloader(), run.get_eval_dataloader()):
+    trainer = build_trainer(tmp_path, texts(), eval_packing=eval_packing, trainer_kwargs={"eval_dataset": texts(9)})
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
         dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
         indices = next(iter(loader.batch_sampler))
         expected = next(iter(loader))

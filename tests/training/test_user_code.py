@@ -105,25 +105,25 @@ def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
             seen.append((self.state.global_step, int((inputs["labels"] != -100).sum())))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    run = build_trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
-    run.train()
-    for step in range(run.state.global_step):
+    trainer = build_trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
+    trainer.train()
+    for step in range(trainer.state.global_step):
         counts = [count for at, count in seen if at == step]
         assert len(counts) > 1, "a step of one micro-batch is even"
         assert max(counts) < 1.1 * min(counts)
     if strategy == "minibatch":
         unpacked = stock(tmp_path, documents(), **settings)
         unpacked.train()
-        ours, theirs = (tokens_of_steps(each) for each in (run, unpacked))
+        ours, theirs = (tokens_of_steps(each) for each in (trainer, unpacked))
         assert ours == theirs
 
 
 def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_packfix"):
-        run = build_trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
-        run.train()
-    schedule = run.data.source.planner.schedule(0)
-    trained = run.data.source.documents.trained
+        trainer = build_trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
+        trainer.train()
+    schedule = trainer.data.source.planner.schedule(0)
+    trained = trainer.data.source.documents.trained
     _, _, gap = uneven_weights(schedule, trained)
     (text,) = [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
     assert text.startswith("`MeanLoss.compute_loss` computes the loss of packs. In the first epoch they hold ")
@@ -172,11 +172,11 @@ def test_families_are_evened_out_too(tmp_path):
     begin = list(range(10, 50))
     data = Dataset.from_dict({"input_ids": [begin + [60 + i] * (1 + i % 9) for i in range(40)]})
     settings = {"share_prefixes": "family", "packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
-    run = build_trainer(tmp_path, data, trainer_class=USER_CODE["penalty"][0](SFTTrainer), max_steps=1, **settings)
-    assert isfinite(run.train().training_loss)
-    units = run.data.source.planner.units(0)
+    trainer = build_trainer(tmp_path, data, trainer_class=USER_CODE["penalty"][0](SFTTrainer), max_steps=1, **settings)
+    assert isfinite(trainer.train().training_loss)
+    units = trainer.data.source.planner.units(0)
     assert len(units) < len(data), "no families"
-    assert units.targets.sum() == run.data.source.documents.trained.sum()
+    assert units.targets.sum() == trainer.data.source.documents.trained.sum()
 
 
 def test_a_loader_of_the_users_own_is_refused(tmp_path):
@@ -200,27 +200,27 @@ def test_a_loader_that_wraps_ours_trains(tmp_path):
 
 
 def test_the_report_says_that_the_users_step_is_not_tested(tmp_path):
-    run = build_trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
-    run.train()
-    assert "without OwnStep.training_step, which is not tested" in run.packing_report.first_step
+    trainer = build_trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
+    trainer.train()
+    assert "without OwnStep.training_step, which is not tested" in trainer.packing_report.first_step
 
 
 # Other models in a step
 
 
 def run_with_teacher(folder, base, model_type, prepares=True, **settings):
-    run = build_trainer(
+    trainer = build_trainer(
         folder,
         documents(),
         model_type,
         trainer_class=with_teacher(base),
         **SETTINGS | {"num_train_epochs": 1} | settings,
     )
-    run.teacher = build_tiny_model(model_type, seed=9).eval()
+    trainer.teacher = build_tiny_model(model_type, seed=9).eval()
     if base is SFTTrainer and prepares:
-        prepare_for_packing(run.teacher, max_length=64)
-    run.train()
-    return run
+        prepare_for_packing(trainer.teacher, max_length=64)
+    trainer.train()
+    return trainer
 
 
 @pytest.mark.slow
@@ -262,20 +262,20 @@ def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path
             self.token_weights(inputs["input_ids"])
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    run = build_trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
-    run.teacher = build_tiny_model("llama", seed=9).eval()
-    run.token_weights = torch.nn.Embedding(300, 1)
-    assert isfinite(run.train().training_loss)
+    trainer = build_trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
+    trainer.teacher = build_tiny_model("llama", seed=9).eval()
+    trainer.token_weights = torch.nn.Embedding(300, 1)
+    assert isfinite(trainer.train().training_loss)
 
 
 def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
-    run = build_trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
-    run.teacher = copy.deepcopy(run.model).eval()
+    trainer = build_trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
+    trainer.teacher = copy.deepcopy(trainer.model).eval()
     with pytest.raises(ValueError, match=r"A deep copy of a LlamaForCausalLM .*`del copy.forward`"):
-        run.train()
-    del run.teacher.forward
-    prepare_for_packing(run.teacher, max_length=64)
-    assert isfinite(run.train().training_loss)
+        trainer.train()
+    del trainer.teacher.forward
+    prepare_for_packing(trainer.teacher, max_length=64)
+    assert isfinite(trainer.train().training_loss)
 
 
 # Callbacks that change the model
@@ -404,33 +404,33 @@ def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_p
 
 
 def test_forward_hooks_run_in_the_tests_and_the_report_says_so(tmp_path):
-    run = build_trainer(tmp_path, documents(), max_steps=1)
+    trainer = build_trainer(tmp_path, documents(), max_steps=1)
 
     def observe(module, args, output):
         pass
 
-    run.model.model.embed_tokens.register_forward_hook(observe)
-    run.train()
-    assert "forward hooks ran, and count their calls in the tests, too: " in run.packing_report.first_step
-    assert "observe of model.embed_tokens" in run.packing_report.first_step
+    trainer.model.model.embed_tokens.register_forward_hook(observe)
+    trainer.train()
+    assert "forward hooks ran, and count their calls in the tests, too: " in trainer.packing_report.first_step
+    assert "observe of model.embed_tokens" in trainer.packing_report.first_step
 
 
 def test_a_forward_hook_that_trains_is_refused(tmp_path):
-    run = build_trainer(tmp_path, documents(), max_steps=1)
+    trainer = build_trainer(tmp_path, documents(), max_steps=1)
 
     def train(module, args, output):
         with torch.no_grad():
             module.weight.mul_(0.99)
 
-    run.model.model.embed_tokens.register_forward_hook(train)
+    trainer.model.model.embed_tokens.register_forward_hook(train)
     with pytest.raises(ValueError, match=r"changed parameters of LlamaForCausalLM.*train of model.embed_tokens"):
-        run.train()
+        trainer.train()
 
 
 def test_no_hooks_are_named_without_any(tmp_path):
     """Neither those of this package nor those of the libraries."""
-    run = build_trainer(
+    trainer = build_trainer(
         tmp_path, documents(), max_steps=1, trainer_kwargs={"peft_config": LoraConfig(target_modules=["q_proj"])}
     )
-    run.train()
-    assert "hook" not in run.packing_report.first_step
+    trainer.train()
+    assert "hook" not in trainer.packing_report.first_step

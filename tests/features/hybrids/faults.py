@@ -31,8 +31,8 @@ def boundary_of_mixers():
     with ExitStack() as patches:
         for name, place in {"run_scan": 1, "_boundary_tensor": 0, "_rows_with_context": 0}.items():
 
-            def on_fewer(right, *given, place=place, **more):
-                return right(*given[:place], wrong(given[place]), *given[place + 1 :], **more)
+            def on_fewer(right, *args, place=place, **more):
+                return right(*args[:place], wrong(args[place]), *args[place + 1 :], **more)
 
             patches.enter_context(changed(mixers, name, on_fewer)())
         yield
@@ -48,7 +48,7 @@ ON_PARTS: dict[str, Fault] = {
     "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, group: torch.zeros_like(rows[:, :width])),
     "no_states": changed(mixers, "run_scan", own_states_only),
     # This one moves no state
-    "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
+    "no_gradient": changed(mixers, "exchange_halo", lambda right, *args: right(*args).detach()),
 }
 """Faults on parts of packs."""
 BEHIND_PROOF: dict[str, Fault] = {"boundary_of_mixers": boundary_of_mixers}

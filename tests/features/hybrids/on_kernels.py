@@ -72,14 +72,14 @@ def change(folder: Path, model_type: str, lora: bool, **settings) -> tuple[torch
     torch.manual_seed(0)
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
     sgd = {"optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "max_steps": 3, "seed": 3}
-    run = build_trainer(folder, texts(), model, peft, **sgd, **settings)
-    trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    trainer = build_trainer(folder, texts(), model, peft, **sgd, **settings)
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     recorded()
-    run.train()
+    trainer.train()
     moved = {name: (p.detach() - before[name]).flatten() for name, p in trained.items()}
     still = sorted(name for name, move in moved.items() if not move.any())
-    repaired = list(map(str, run.packed_model.repaired)) if settings.get("packing", True) else []
+    repaired = list(map(str, trainer.packed_model.repaired)) if settings.get("packing", True) else []
     return torch.cat(list(moved.values())), {"still": still, "repaired": repaired} | recorded()
 
 
@@ -128,11 +128,11 @@ def reads(model_type: str) -> dict:
         mock.patch.object(varlen, "FLASH_DEVICES", {"cpu"}),
         StrictVarlen(),
     ):
-        run = build_trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
+        trainer = build_trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
         watch.switch = lambda is_on: recorded() if is_on else found.update(recorded())
         found: dict = {}
-        run.train()
-    repaired = list(map(str, run.packed_model.repaired))
+        trainer.train()
+    repaired = list(map(str, trainer.packed_model.repaired))
     return {"type": model_type, "reads": watch.per_micro_batch, "repaired": repaired} | found
 
 

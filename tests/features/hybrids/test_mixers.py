@@ -82,14 +82,14 @@ def test_names_are_replaced_while_a_pack_runs_only():
     guard = mark_packed_forwards(model)
     model.set_attn_implementation("packfix_varlen")
     during = []
-    model.model.layers[0].linear_attn.register_forward_hook(lambda *given: during.append(functions(model)))
+    model.model.layers[0].linear_attn.register_forward_hook(lambda *args: during.append(functions(model)))
     model.eval()(input_ids=torch.arange(20, 29)[None], use_cache=False)
     model.train()(**pack(5, 4))
     assert functions(model) == before
     assert during[0] == before
     assert all(during[1][place] is not function for place, function in before.items())
     assert len(before) == 2
-    broken = model.model.layers[1].register_forward_hook(lambda *given: 1 / 0)
+    broken = model.model.layers[1].register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**pack(5, 4))
     assert functions(model) == before
@@ -98,7 +98,7 @@ def test_names_are_replaced_while_a_pack_runs_only():
     other = zoo.build_model("qwen3_next", seed=1)  # two models of a type, one within the other
     other.set_attn_implementation("packfix_varlen")
     mark_packed_forwards(other)
-    model.model.layers[0].register_forward_hook(lambda *given: other(**pack(3, 3)) and None)
+    model.model.layers[0].register_forward_hook(lambda *args: other(**pack(3, 3)) and None)
     model(**pack(5, 4))
     assert functions(model) == before
     assert functions(model) == functions(other)
@@ -145,7 +145,7 @@ def test_two_threads_run_packs_at_once():
     alone = [model(**batch).logits for model, batch in zip(models, packs, strict=True)]
     middle = threading.local()
     for model in models:
-        model.model.layers[0].register_forward_pre_hook(lambda *given: middle.reached())
+        model.model.layers[0].register_forward_pre_hook(lambda *args: middle.reached())
 
     def runner(model, batch):
         def run(in_the_middle):
@@ -170,7 +170,7 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
     found = []
     thread = threading.Thread(target=lambda: found.append(evaluated(**row).logits))
 
-    def in_the_middle(*given):
+    def in_the_middle(*args):
         thread.start()
         thread.join()
 
@@ -283,9 +283,9 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         most = first.parents.mode().values.expand_as(first.parents)
         return [levels[0], first._replace(parents=most if fault == "parents" else None), *levels[2:]], place
 
-    def without_prefix(running, *given):
+    def without_prefix(running, *args):
         alone = replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={})
-        return right_stretches(alone, *given)
+        return right_stretches(alone, *args)
 
     model = zoo.build_model("qwen3_5_text")
     packed = packed_model(model)
@@ -364,7 +364,7 @@ def test_a_triton_kernel_without_a_gpu_is_named():
     """flash-linear-attention ends so on a machine without a GPU, where transformers uses it nevertheless."""
     model = zoo.build_model("lfm2")
 
-    def raise_as_triton(*given):
+    def raise_as_triton(*args):
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
     model.model.layers[0].register_forward_hook(raise_as_triton)

@@ -38,11 +38,11 @@ def first_features(part, inputs, rows):
     return {name: [whole[: len(own)] for whole, own in zip(inputs[name], part[name], strict=True)]}
 
 
-def images_in_other_order(right, batch, group, **given):
+def images_in_other_order(right, batch, group, **kwargs):
     """Put the images of a pack that ranks share in another order on odd ranks."""
     if group.rank % 2 and "pixel_values" in batch:
         batch["pixel_values"] = batch["pixel_values"].flip(0)
-    return right(batch, group, **given)
+    return right(batch, group, **kwargs)
 
 
 ON_PARTS: dict[str, Fault] = {
@@ -56,7 +56,7 @@ ON_PARTS: dict[str, Fault] = {
     "features_late": changed(
         TowerDivision,
         "exchanged",
-        lambda right, *given: tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(*given)),
+        lambda right, *args: tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(*args)),
     ),
     "other_images": changed(loaders, "cut_part", images_in_other_order),
 }
@@ -66,8 +66,8 @@ def by_placeholder(right, process, documents):
     """Compare images by their placeholder tokens."""
     spans = [process.image_spans(document) for document in documents]
     return [
-        ComparedContent(np.asarray(each["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
-        for each, of in zip(documents, spans, strict=True)
+        ComparedContent(np.asarray(document["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
+        for document, of in zip(documents, spans, strict=True)
     ]
 
 
@@ -84,8 +84,8 @@ def images_of_last_turns(right, self, turn, processor):
     return made | {"images": images[len(images) - len(made["images"]) :]}
 
 
-def images_of_neighbours(right, self, *given):
-    entries = right(self, *given)
+def images_of_neighbours(right, self, *args):
+    entries = right(self, *args)
     if "pixel_values" in entries:
         entries["pixel_values"] = entries["pixel_values"].roll(1, self.layout.images["pixel_values"])
     return entries
@@ -105,6 +105,6 @@ ONE: dict[str, Fault] = {
 }
 TRAINING: dict[str, Fault] = {
     # The images of a pack get no gradients. The proof of a degree compares states only
-    "features_without_gradients": changed(parts, "exchange_pieces", lambda right, *given: right(*given).detach()),
+    "features_without_gradients": changed(parts, "exchange_pieces", lambda right, *args: right(*args).detach()),
 }
 FIRST_STEP: dict[str, Fault] = {"images of the neighbour": changed(PackedImages, "__call__", images_of_neighbours)}

@@ -186,14 +186,14 @@ def test_the_log_counts_the_tower(tmp_path, monkeypatch, is_frozen):
 
     monkeypatch.setattr(trainer_module, "Objective", Noting)
     monkeypatch.setattr(FirstStep, "compare", lambda self: StepComparison("not compared"))
-    run = SFTTrainer(
+    trainer = SFTTrainer(
         model, config(tmp_path, **settings), train_dataset=ROWS, processing_class=build_processor("llava_next")
     )
-    run.train()
-    assert run.training_objective.trained_share == 1.0, "the frozen tower counts as a part of the language model"
-    documents = run.data.source.documents
-    first = run.data.source.planner.schedule(0).step_documents(0)
-    text = run.data.cost_model(documents.lengths[first]).sum()
+    trainer.train()
+    assert trainer.training_objective.trained_share == 1.0, "the frozen tower counts as a part of the language model"
+    documents = trainer.data.source.documents
+    first = trainer.data.source.planner.schedule(0).step_documents(0)
+    text = trainer.data.cost_model(documents.lengths[first]).sum()
     tower = costs_of(model).tower(documents.image_values[first], documents.image_squares[first]).sum()
     assert tower > 0.1 * text
     # Tiles are joined with padding, and a frozen tower has no backward pass.

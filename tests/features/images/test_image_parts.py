@@ -24,9 +24,9 @@ def call_of_tower(family: str):
     """Return the tower of a family, and the arguments that it gets for a pack with three images."""
     model = build_model(family).eval()
     examples = examples_of(family)
-    (tower,) = [each for each in outermost_towers(towers(model)) if "vision" in type(each).__name__.lower()]
+    (tower,) = [tower for tower in outermost_towers(towers(model)) if "vision" in type(tower).__name__.lower()]
     calls = []
-    handle = tower.register_forward_pre_hook(lambda module, *given: calls.append(given), with_kwargs=True)
+    handle = tower.register_forward_pre_hook(lambda module, *args: calls.append(args), with_kwargs=True)
     text = torch.tensor([7, 8, 9])
     documents = [examples.join_content([text, examples.image(*size), text]) for size in (SQUARE, WIDE, HIGH)]
     with torch.no_grad():

@@ -166,7 +166,7 @@ def broken(tmp_path) -> Dataset:
     no_header = good | {"bytes": good["bytes"][:40]}
     chat = [message("user", "ab", 1), message("assistant", "c")]
     images = [good], [missing], [no_header], [good, good], [], [cut]
-    return Dataset.from_list([{"images": each, "messages": chat} for each in images], features=FEATURES)
+    return Dataset.from_list([{"images": image, "messages": chat} for image in images], features=FEATURES)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def in_column(files):
     pictures = [[path] * (i < NUM - 1) for i, path in enumerate(files)]
     kinds = {"messages": Dataset.from_list(placed).features["messages"], "images": List(Image())}
     return Dataset.from_list(
-        [row | {"images": each} for row, each in zip(placed, pictures, strict=True)], features=Features(kinds)
+        [row | {"images": picture} for row, picture in zip(placed, pictures, strict=True)], features=Features(kinds)
     )
 
 
@@ -118,9 +118,9 @@ def test_text_beside_images_becomes_parts(files):
 @current_models
 def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
     def batches(dataset, **settings):
-        run = vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400, max_steps=2, **settings)
-        first = itertools.islice(run.get_train_dataloader(), 2)
-        return [(b["input_ids"].tolist(), b["labels"].tolist(), b["pixel_values"].tolist()) for b in first], run
+        trainer = vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400, max_steps=2, **settings)
+        first = itertools.islice(trainer.get_train_dataloader(), 2)
+        return [(b["input_ids"].tolist(), b["labels"].tolist(), b["pixel_values"].tolist()) for b in first], trainer
 
     named = Dataset.from_list(rows(files, FORMS["url"]))
     settings = {"assistant_only_loss": True}

@@ -26,11 +26,11 @@ UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
 def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     """Fragments train in packs to the gradient that they give alone, in batches of one."""
     settings = {"packing_strategy": "bfd_split", "max_length": 56, "per_device_train_batch_size": 6, "max_steps": 1}
-    run = make(tmp_path, family, **settings)
-    assert run.data.source.documents.ledger.split.documents > 2
-    loader = run.get_train_dataloader()
-    spans = run.data.source.documents
-    packs = zip(loader, run.data.source.planner.schedule(0).micro_batches(0), strict=True)
+    trainer = make(tmp_path, family, **settings)
+    assert trainer.data.source.documents.ledger.split.documents > 2
+    loader = trainer.get_train_dataloader()
+    spans = trainer.data.source.documents
+    packs = zip(loader, trainer.data.source.planner.schedule(0).micro_batches(0), strict=True)
     # The first pack with a later fragment that has an image
     batch, documents = next(
         (batch, pack.tolist())
@@ -38,14 +38,16 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
         if ((spans.start[pack] > 0) & (spans.image_count[pack] > 0)).any()
     )
     assert len(documents) == layout_of(batch).document_count
-    run.model.train()
-    with run.packed_model.attending():
-        run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=torch.tensor(1)).backward()
-    packed = torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
+    trainer.model.train()
+    with trainer.packed_model.attending():
+        trainer.compute_loss(
+            trainer.model, trainer._prepare_inputs(dict(batch)), num_items_in_batch=torch.tensor(1)
+        ).backward()
+    packed = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     alone = build_model(family).train()
     for i in documents:
-        document = run.data.source.reader.read(spans.row[i], spans.start[i], spans.stop[i])
-        logits = alone(**run.data.reading.examples.unpacked_batch(document)).logits[0, :-1]
+        document = trainer.data.source.reader.read(spans.row[i], spans.start[i], spans.stop[i])
+        logits = alone(**trainer.data.reading.examples.unpacked_batch(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
     wanted = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
@@ -54,18 +56,22 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
 
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
     """Count the FLOPs of the pack in the tower once, too: each rank of a group gets all its images."""
-    run = make(tmp_path)
-    documents = [run.data.source.reader.read(row, 0, run.data.source.documents.lengths[row]) for row in range(4)]
+    trainer = make(tmp_path)
+    documents = [
+        trainer.data.source.reader.read(row, 0, trainer.data.source.documents.lengths[row]) for row in range(4)
+    ]
 
     def counted(*packs):
         for pack in packs:
-            batch = run.data_collator(pack)
+            batch = trainer.data_collator(pack)
             layout = layout_of(batch)
-            run.training_objective.count_batch(batch, layout, layout.targets(batch["labels"][:, 1:] != -100).trained)
-        sums = run.training_objective.totals.gather(run.accelerator)
+            trainer.training_objective.count_batch(
+                batch, layout, layout.targets(batch["labels"][:, 1:] != -100).trained
+            )
+        sums = trainer.training_objective.totals.gather(trainer.accelerator)
         return [sums[name] for name in ("flops", "tokens", "trained_tokens", "documents")]
 
-    text = [{name: each[name] for name in ("input_ids", "labels")} for each in documents]
+    text = [{name: document[name] for name in ("input_ids", "labels")} for document in documents]
     whole = counted(documents)
     assert whole[0] > 1.01 * counted(text)[0], "no FLOPs in the tower"
     assert counted(*(RankShare(documents, Group(2, index)) for index in range(2))) == pytest.approx(whole, rel=1e-12)
@@ -79,14 +85,14 @@ def test_evaluation_is_the_same_for_every_batch(tmp_path):
     model = build_model("qwen2_5_vl")
     losses = []
     for settings in ({}, {"per_device_eval_batch_size": 2}, {"eval_packing": False}):
-        run = make(tmp_path, model=model, trainer_kwargs={"eval_dataset": held_out}, **settings)
-        losses.append(run.evaluate()["eval_loss"])
+        trainer = make(tmp_path, model=model, trainer_kwargs={"eval_dataset": held_out}, **settings)
+        losses.append(trainer.evaluate()["eval_loss"])
     # by TRL, one row at a time, weighted by its trained tokens
-    run = make(tmp_path, model=model, trainer_class=trl.SFTTrainer, **UNPACKED)
+    trainer = make(tmp_path, model=model, trainer_class=trl.SFTTrainer, **UNPACKED)
     total = count = 0.0
     model.eval()
     for row in held_out:
-        batch = run.data_collator([dict(row)])
+        batch = trainer.data_collator([dict(row)])
         trained = (batch["labels"][:, 1:] != -100).sum().item()
         with torch.no_grad():
             total += model(**batch).loss.item() * trained
@@ -96,9 +102,9 @@ def test_evaluation_is_the_same_for_every_batch(tmp_path):
 
 def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
-    run = make(tmp_path)
-    found = run.predict(held_out)
-    lengths = run.data.reading.read(held_out, "x").lengths
+    trainer = make(tmp_path)
+    found = trainer.predict(held_out)
+    lengths = trainer.data.reading.read(held_out, "x").lengths
     assert len(found.predictions) == 5
     assert (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
@@ -106,22 +112,22 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
 def test_evaluation_sets_of_text(tmp_path):
     plain = [message("user", "a"), message("assistant", "bc")]
     text = rows(6, seed=5).remove_columns("images").map(lambda row: {"messages": plain})
-    run = make(tmp_path, trainer_kwargs={"eval_dataset": text})
-    assert run.evaluate()["eval_loss"] > 0
+    trainer = make(tmp_path, trainer_kwargs={"eval_dataset": text})
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
-    run = make(tmp_path)
+    trainer = make(tmp_path)
     plugin = SimpleNamespace(zero_stage=3)
     sharded = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, num_processes=2)
 
     def check_padded(accelerator):
-        run.data.reading._trainer = SimpleNamespace(accelerator=accelerator)
-        run.data.reading.check_padded(run.data.source.reader)
+        trainer.data.reading._trainer = SimpleNamespace(accelerator=accelerator)
+        trainer.data.reading.check_padded(trainer.data.source.reader)
 
     with pytest.raises(ValueError, match=r"(?s)of 40 rows of an evaluation set have no image.*2 ranks.*would wait"):
         check_padded(sharded)
-    check_padded(run.accelerator)
+    check_padded(trainer.accelerator)
     plugin.zero_stage = 2
     check_padded(sharded)
 
@@ -139,14 +145,14 @@ def test_the_best_model_is_loaded_where_weights_are_saved_under_other_names(tmp_
         "save_steps": 1,
     }
     settings |= {"load_best_model_at_end": True, "greater_is_better": True, "trainer_kwargs": {"eval_dataset": rows(4)}}
-    run = make(tmp_path, "qwen2_5_vl", **settings)
-    run.train()
+    trainer = make(tmp_path, "qwen2_5_vl", **settings)
+    trainer.train()
     best, last = (
-        type(run.model).from_pretrained(tmp_path / f"checkpoint-{step}", dtype=torch.float32) for step in (1, 2)
+        type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{step}", dtype=torch.float32) for step in (1, 2)
     )
-    assert run.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     assert "missing keys" not in caplog.text
-    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (run.model, best, last)]
+    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (trainer.model, best, last)]
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[1], ends[2])
 
@@ -193,14 +199,14 @@ def test_weights_and_sources_of_rows_with_images(tmp_path):
     weighted = few.add_column("share", share).add_column("source", source)
     settings = SGD | {"packing_strategy": "minibatch", "per_device_train_batch_size": 12, "max_steps": 1}
     columns = {"weight_column": "share", "source_column": "source", "trainer_kwargs": {"eval_dataset": weighted}}
-    run = make(tmp_path, dataset=weighted, **columns, **settings)
+    trainer = make(tmp_path, dataset=weighted, **columns, **settings)
     # before training: the loss of each source is that of its rows alone, without weights
-    found = run.evaluate()
-    start = weights(run)
+    found = trainer.evaluate()
+    start = weights(trainer)
     for name in ("text", "images"):
         rows_of = weighted.select([i for i in range(12) if source[i] == name])
-        assert found[f"eval_loss/{name}"] == pytest.approx(run.evaluate(rows_of)["eval_loss"], rel=1e-5)
-    run.train()
+        assert found[f"eval_loss/{name}"] == pytest.approx(trainer.evaluate(rows_of)["eval_loss"], rel=1e-5)
+    trainer.train()
     alone = make(tmp_path, dataset=few.select([i for i in range(12) if share[i]]), **settings)
     alone.train()
-    assert weight_difference(weights(run), weights(alone), start) <= LIMIT
+    assert weight_difference(weights(trainer), weights(alone), start) <= LIMIT

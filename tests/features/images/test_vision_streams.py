@@ -41,11 +41,11 @@ def key(row) -> str:
 
 def test_the_report_counts_the_images_of_the_packs_that_were_trained(small_room, tmp_path):
     settings = SGD | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "packing_report": True}
-    run = make(tmp_path, "qwen2_5_vl", TABLE.to_iterable_dataset(), **settings)
-    run.train()
-    report = run.packing_report
-    run.get_train_dataloader()  # a stream from its beginning
-    packs = list(islice(run.data.source.stream, SGD["max_steps"] * 2))
+    trainer = make(tmp_path, "qwen2_5_vl", TABLE.to_iterable_dataset(), **settings)
+    trainer.train()
+    report = trainer.packing_report
+    trainer.get_train_dataloader()  # a stream from its beginning
+    packs = list(islice(trainer.data.source.stream, SGD["max_steps"] * 2))
     number = {key(row): i for i, row in enumerate(TABLE.select_columns(["messages"]))}
     assert len(number) == len(TABLE)
     documents = [[number[document[ENCODED].text] for document in pack if ENCODED in document] for pack in packs]
@@ -103,13 +103,13 @@ def processed(packs, process=PROCESS):
 )
 def test_documents_are_those_of_the_table(source, settings, tmp_path):
     table = conversations() if "per_turn" in settings else TABLE
-    run = make(tmp_path, "llava", table, **settings)
-    spans = run.data.source.documents
-    process = run.data.reading.process
-    expected = [run.data.source.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
+    trainer = make(tmp_path, "llava", table, **settings)
+    spans = trainer.data.source.documents
+    process = trainer.data.reading.process
+    expected = [trainer.data.source.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     cuts = {name: value for name, value in settings.items() if name != "per_turn"}
     dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
-    packed = stream(dataset, process, rows=run.data.reading.of_stream(), **cuts)
+    packed = stream(dataset, process, rows=trainer.data.reading.of_stream(), **cuts)
     found = Counter(chain(*processed(one_pass(packed), process)))
     assert found == Counter(map(content, expected))
     assert "per_turn" not in settings or found.total() == 18
@@ -146,8 +146,8 @@ def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
 
 def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     """Three turns have the first image of their conversation, two the second; pixels are 3 and 12 times as large."""
-    run = make(tmp_path, "llava", conversations(20).to_iterable_dataset(), per_turn=True, max_steps=1)
-    packed = stream(run.train_dataset, rows=run.data.reading.of_stream(), most_bytes=2**28)
+    trainer = make(tmp_path, "llava", conversations(20).to_iterable_dataset(), per_turn=True, max_steps=1)
+    packed = stream(trainer.train_dataset, rows=trainer.data.reading.of_stream(), most_bytes=2**28)
     next(iter(packed))
     state = packed.state_dict(1)
     waiting = state["documents"]["lengths"]
@@ -214,12 +214,14 @@ def test_a_restart_with_another_processor_is_refused():
 def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     """Compare every step: the first row of a stream may be the same on all ranks, and a later one not."""
     settings = SGD | {"max_steps": 9, "dataloader_num_workers": 1, "dataloader_in_order": False}
-    run = make(tmp_path, "llava", streams_of("table"), **settings)
-    loader = run.get_train_dataloader()
+    trainer = make(tmp_path, "llava", streams_of("table"), **settings)
+    loader = trainer.get_train_dataloader()
     assert "dataloader_in_order=False was given; packs with images of a stream stay in order" in caplog.text
     assert loader.in_order
-    run.data.ranks = DataRanks.from_args(SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1)
-    check = SamePackCheck(run.data)
+    trainer.data.ranks = DataRanks.from_args(
+        SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1
+    )
+    check = SamePackCheck(trainer.data)
     check.start_training()
     assert check.num_remaining_steps == 9
 
@@ -232,17 +234,17 @@ def test_sources_of_a_stream_are_those_of_its_documents(tmp_path):
     names = [f"from {i % 3}" for i in range(len(TABLE))]
     table = TABLE.add_column("source", names).add_column("share", [float(1 + i % 2) for i in range(len(TABLE))])
     settings = SGD | {"max_steps": 2, "source_column": "source", "weight_column": "share"}
-    run = make(tmp_path, "llava", table.to_iterable_dataset(), dataloader_num_workers=2, **settings)
-    run.train()
-    run.get_train_dataloader()
-    documents = list(chain(*islice(run.data.source.stream, 1)))
+    trainer = make(tmp_path, "llava", table.to_iterable_dataset(), dataloader_num_workers=2, **settings)
+    trainer.train()
+    trainer.get_train_dataloader()
+    documents = list(chain(*islice(trainer.data.source.stream, 1)))
     number = {key(row): i for i, row in enumerate(table.select_columns(["messages"]))}
     trained = Counter()
     for document in documents:
         assert document["document_sources"] == names[number[document[ENCODED].text]]
         assert document["document_weights"] == 1 + number[document[ENCODED].text] % 2
         trained[document["document_sources"]] += int((document["labels"][1:] != -100).sum())
-    entry = next(entry for entry in run.state.log_history if "loss" in entry)
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert {name: entry[f"trained_tokens/{name}"] for name in trained} == trained
 
 
@@ -251,22 +253,22 @@ def test_rows_that_cannot_be_processed_are_refused_or_dropped(tmp_path):
     bad = next(i for i, row in enumerate(table) if i > 2 and row["images"])
     table[bad]["images"][0]["bytes"] = b"no image"
     data = Dataset.from_list(table, features=FEATURES)
-    run = make(tmp_path, "llava", data.to_iterable_dataset(), max_steps=1)
+    trainer = make(tmp_path, "llava", data.to_iterable_dataset(), max_steps=1)
     with pytest.raises(ValueError, match=rf"(?s)Row {bad} of the train stream .*identify image.*`bad_rows=\"drop\"`"):
-        run.train()
-    run = make(tmp_path, "llava", data.to_iterable_dataset(), bad_rows="drop", max_steps=1)
-    run.train()
-    assert run.packing_report.ledger.dropped["bad_row"].documents == 1
+        trainer.train()
+    trainer = make(tmp_path, "llava", data.to_iterable_dataset(), bad_rows="drop", max_steps=1)
+    trainer.train()
+    assert trainer.packing_report.ledger.dropped["bad_row"].documents == 1
 
 
 def test_a_stream_is_evaluated_as_its_table(tmp_path):
     test = rows(10, seed=9).add_column("source", ["a", "b"] * 5)
-    run = make(tmp_path, "llava", TABLE.to_iterable_dataset(), max_steps=1, source_column="source", bad_rows="drop")
+    trainer = make(tmp_path, "llava", TABLE.to_iterable_dataset(), max_steps=1, source_column="source", bad_rows="drop")
     for packing in (True, False):
-        run.args.eval_packing = packing
-        table, streamed = (run.evaluate(each) for each in (test, test.to_iterable_dataset()))
+        trainer.args.eval_packing = packing
+        table, streamed = (trainer.evaluate(each) for each in (test, test.to_iterable_dataset()))
         names = [name for name in table if name.startswith("eval_loss")]
         assert len(names) == 3
         assert {name: table[name] for name in names} == {name: streamed[name] for name in names}
     with pytest.raises(ValueError, match="yielded 0 examples"):
-        run.evaluate(test.to_iterable_dataset().filter(lambda row: False))
+        trainer.evaluate(test.to_iterable_dataset().filter(lambda row: False))

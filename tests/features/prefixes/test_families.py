@@ -55,7 +55,7 @@ def sorted_by_tokens(documents, block=1):
             found[row, : len(tokens)] = tokens
         return found
 
-    return sort_by_tokens(np.array([len(each) for each in documents]), read, block)
+    return sort_by_tokens(np.array([len(document) for document in documents]), read, block)
 
 
 def sort_key(tokens):
@@ -94,7 +94,7 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     order, common = naive_order(documents)
     assert found.order.tolist() == order
     assert found.common.tolist() == common
-    lengths = np.array([len(each) for each in documents])
+    lengths = np.array([len(document) for document in documents])
     assert share_order(documents) == (order, shared_by_neighbours(found.common, lengths[found.order]).tolist())
     groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
     order = []
@@ -117,14 +117,14 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
         read.append(len(chosen) * width)
         return np.stack([np.pad(documents[i], (0, 2000), constant_values=9)[first : first + width] for i in chosen])
 
-    sort_by_tokens(np.array([len(each) for each in documents]), counted, num_key_tokens=1)
+    sort_by_tokens(np.array([len(document) for document in documents]), counted, num_key_tokens=1)
     assert 2 * 1001 <= sum(read) <= 2 * (1001 + 16) + 50 * 16
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), spare=st.integers(0, 60))
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
-    lengths = np.array([len(each) for each in documents])
+    lengths = np.array([len(document) for document in documents])
     capacity = int(lengths.max()) + spare
     model = replace(COSTS, attention=(HeadCounts(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4 ranks
     pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=model, room=capacity)
@@ -178,12 +178,12 @@ def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch)
 def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed, capacity):
     rng = np.random.default_rng(seed)
     documents += [documents[i] for i in rng.integers(0, len(documents), rng.integers(0, 40))]
-    lengths = np.array([len(each) for each in documents])
+    lengths = np.array([len(document) for document in documents])
     pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=COSTS, room=capacity)
     found = np.split(pieces.order, pieces.offsets[1:-1])
     tokens = [[tuple(documents[i]) for i in members] for members in found]
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
-    assert all(len(each) == len(set(each)) for each in tokens)
+    assert all(len(row) == len(set(row)) for row in tokens)
     given = rng.permutation(len(pieces))
     order = pieces.visiting_order(given)
     assert sorted(order.tolist()) == sorted(given.tolist())
@@ -233,7 +233,7 @@ def test_a_system_prompt_does_not_make_one_family():
         chat = np.concatenate([prompt, rng.integers(0, 50, rng.integers(70, 400))])
         documents += [chat[:-20], chat]  # the chat without and with its last turn
         documents.append(np.concatenate([prompt, rng.integers(0, 50, 30)]))
-    lengths = np.array([len(each) for each in documents])
+    lengths = np.array([len(document) for document in documents])
     pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=LLAMA_7B, room=8192)
     assert np.bincount(pieces.family[lengths > 90]).max() == 2, "a family has another chat"
 
@@ -252,7 +252,7 @@ def chats(num=60, seed=0, beginning=20, longest=250):
 
 
 def sorted_documents(tokens, max_length=256, **columns):
-    reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], **columns}))
+    reader = TokenReader(Dataset.from_dict({"input_ids": [row.tolist() for row in tokens], **columns}))
     documents = make_documents(reader, max_length)
     return reader, replace(documents, token_order=token_order(reader, documents), fingerprint="of a test")
 
@@ -309,7 +309,7 @@ def test_balance_knows_the_cost_of_pieces():
 
 def test_documents_with_labels_that_are_not_tokens_share_nothing():
     tokens = [np.arange(50), np.arange(50), np.arange(60), np.arange(40)]
-    labels = [each.tolist() for each in tokens]
+    labels = [row.tolist() for row in tokens]
     labels[0][7] = 8
     labels[2][:20] = [-100] * 20
     reader, documents = sorted_documents(tokens, labels=labels)
@@ -319,12 +319,12 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     assert documents.token_order.common.tolist() == [0, 50, 40, 0]
     # labels in another place of their buffer than tokens
     values = pa.array(np.concatenate([np.full(3, -100), *labels]))
-    ends = np.cumsum([3, *(len(each) for each in labels)]).astype(np.int32)
-    columns = {"input_ids": [each.tolist() for each in tokens], "labels": pa.ListArray.from_arrays(ends, values)}
+    ends = np.cumsum([3, *(len(row_labels) for row_labels in labels)]).astype(np.int32)
+    columns = {"input_ids": [row.tolist() for row in tokens], "labels": pa.ListArray.from_arrays(ends, values)}
     apart = TokenReader(Dataset(pa.table(columns)))
     assert apart.labels_are_tokens(*spans).tolist() == [False, True, True, True]
     # spans within rows, in another order
-    table = Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], "labels": labels})
+    table = Dataset.from_dict({"input_ids": [row.tolist() for row in tokens], "labels": labels})
     both = TokenReader(Dataset(table.data.table.slice(0, 2)).flatten_indices().select([1, 0]))
     rows = np.array([1, 1, 0])
     starts = np.array([0, 8, 0])
@@ -333,7 +333,7 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
 
 def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
-    reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
+    reader = TokenReader(Dataset.from_dict({"input_ids": [row.tolist() for row in tokens]}).select([2, 0, 1]))
     end = arrays.END_TOKEN_KEY
     found = reader.read_first_tokens(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
@@ -342,7 +342,7 @@ def test_blocks_of_tokens_are_those_of_the_rows():
 @pytest.mark.parametrize("parts", [{}, {"batch_size": 1, "tokens_per_rank": 128}], ids=["ranks", "groups"])
 def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch, parts):
     monkeypatch.setattr(epochs, "MIN_CACHED_DOCUMENTS", 1)
-    Dataset.from_dict({"input_ids": [each.tolist() for each in TOKENS]}).save_to_disk(tmp_path)
+    Dataset.from_dict({"input_ids": [row.tolist() for row in TOKENS]}).save_to_disk(tmp_path)
 
     def start(share_prefixes="family"):
         reader = TokenReader(load_from_disk(tmp_path))
@@ -548,7 +548,7 @@ def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
     for each in found.sample.packs:
         assert each.cu_seq_lens[-1] == sum(document.num_rows for document in each.documents)
     pack = found.sample.packs[0]
-    assert pack.cu_seq_lens[-1] < 0.8 * sum(each.num_tokens for each in pack.documents)
+    assert pack.cu_seq_lens[-1] < 0.8 * sum(document.num_tokens for document in pack.documents)
     for document, path in zip(pack.documents, ranges_of_seen_rows(pack), strict=True):
         rows = np.concatenate([np.arange(first, end) for first, end in path])
         assert len(rows) == document.shared + document.num_rows

@@ -35,9 +35,9 @@ def test_a_pack_has_at_most_the_rows_that_were_planned(strategy, num, seed, batc
     reader = TokenReader(table)
     documents = cached_documents(reader, ROOM, STRATEGIES[strategy].overlong, feature=PrefixSharing("family"))
     sizes = {"max_length": ROOM, "batch_size": batch_size, "accumulation": accumulation, "seed": seed}
-    run = make_epochs(documents, strategy, share_prefixes="family", **sizes)
-    planned, units = of_units(run)
-    schedule = run.schedule(0)
+    planner = make_epochs(documents, strategy, share_prefixes="family", **sizes)
+    planned, units = of_units(planner)
+    schedule = planner.schedule(0)
     spans = zip(documents.row, documents.start, documents.stop, strict=True)
     tokens = [reader.read(*span)["input_ids"] for span in spans]
     packs = np.split(schedule.order, schedule.offsets[1:-1])

@@ -202,22 +202,22 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
     """Documents that share an image are one unit; by placeholders others would be, and packs would be too long."""
     if compares == "placeholders":
         monkeypatch.setattr(processor, "_hash_of_images", lambda digest, images: b"")
-    run = make(tmp_path, "llava", QUESTIONS, packing_strategy="bfd", share_prefixes="family", max_length=128)
-    run.get_train_dataloader()
-    rows = computed_rows(run)
-    capacity = run.data.source.planner.packing.capacity
+    trainer = make(tmp_path, "llava", QUESTIONS, packing_strategy="bfd", share_prefixes="family", max_length=128)
+    trainer.get_train_dataloader()
+    rows = computed_rows(trainer)
+    capacity = trainer.data.source.planner.packing.capacity
     if compares == "placeholders":
         assert max(computed - planned for computed, planned, _ in rows) > 20
         return
     assert all(computed <= planned <= capacity for computed, planned, _ in rows)
     # the last token of a document that another begins with has no row
     assert all(planned - computed <= 2 for computed, planned, num in rows if num == 1)
-    units = run.data.source.planner.units()
+    units = trainer.data.source.planner.units()
     assert len(units) < 12
-    assert units.rows.sum() < 0.6 * run.data.source.documents.lengths.sum()
-    costs = run.data.source.planner.image_costs
+    assert units.rows.sum() < 0.6 * trainer.data.source.documents.lengths.sum()
+    costs = trainer.data.source.planner.image_costs
     assert units.image_costs.sum() == pytest.approx(len(units) / len(costs) * costs.sum(), rel=0.2)
-    text = dict(run.packing_report.lines())["common prefixes"]
+    text = dict(trainer.packing_report.lines())["common prefixes"]
     assert f"24 documents in {units.num_families} families" in text
 
 
@@ -231,51 +231,51 @@ def without_now(row):
 def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     """Because a shared token has one next token, the last token of the image is not shared; no run begins inside it."""
     data = QUESTIONS.map(without_now, features=QUESTIONS.features)
-    run = make(tmp_path, "llava", data, packing_strategy="bfd", share_prefixes="family", max_length=128)
-    run.get_train_dataloader()
-    rows = computed_rows(run)
+    trainer = make(tmp_path, "llava", data, packing_strategy="bfd", share_prefixes="family", max_length=128)
+    trainer.get_train_dataloader()
+    rows = computed_rows(trainer)
     assert all(computed <= planned for computed, planned, _ in rows)
-    run.data.source.reader.shorten_common_beginnings = lambda rows, start, common: common
-    documents = run.data.source.documents
-    tokens = token_order(run.data.source.reader, documents)
+    trainer.data.source.reader.shorten_common_beginnings = lambda rows, start, common: common
+    documents = trainer.data.source.documents
+    tokens = token_order(trainer.data.source.reader, documents)
     assert (tokens.common > documents.token_order.common).sum() > 3, "no two documents part behind an image"
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_training_computes_what_plan_estimates(family, tmp_path):
-    run = make(tmp_path, family, QUESTIONS, **(SGD | SHARED))
+    trainer = make(tmp_path, family, QUESTIONS, **(SGD | SHARED))
     seen = []
-    fetch = run.get_batch_samples
+    fetch = trainer.get_batch_samples
 
-    def counted(*given):
-        batches, num_items = fetch(*given)
+    def counted(*args):
+        batches, num_items = fetch(*args)
         for inputs in batches:
             seen.append(len(inputs["pixel_values"] if family == "llava" else inputs["image_grid_thw"]))
         return batches, num_items
 
-    run.get_batch_samples = counted
-    run.train()
-    shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
-    assert run.data.shares_rows
+    trainer.get_batch_samples = counted
+    trainer.train()
+    shares = [entry["computed_share"] for entry in trainer.state.log_history if "computed_share" in entry]
+    assert trainer.data.shares_rows
     assert max(seen) <= 3
     assert max(shares) < 0.7
     # of the three steps of an epoch; the fourth begins another
-    report = estimated_savings(run.data.source.planner, run.data.source.reader)
+    report = estimated_savings(trainer.data.source.planner, trainer.data.source.reader)
     assert report.num_packs is None
     assert report.images == sum(seen[:3]) / 24
-    tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
+    tokens = np.diff([0, *(entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry)])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
     assert report.flops < 0.6
-    text = dict(replace(run.packing_report, prefixes=report).lines())["common prefixes"]
+    text = dict(replace(trainer.packing_report, prefixes=report).lines())["common prefixes"]
     assert text.endswith(" of the images are computed")
 
 
 def test_show_draws_the_runs_that_are_trained(tmp_path):
-    run = make(tmp_path, "llava", QUESTIONS, **SHARED)
-    loader = run.get_train_dataloader()
-    (pack,) = first_packs(run.data.source.planner, run.data.source.reader, num_packs=1)
+    trainer = make(tmp_path, "llava", QUESTIONS, **SHARED)
+    loader = trainer.get_train_dataloader()
+    (pack,) = first_packs(trainer.data.source.planner, trainer.data.source.reader, num_packs=1)
     batch = next(iter(loader))
     assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist()
     assert pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
-    assert [each.num_images for each in pack.documents] == [1] * 8
-    assert sorted(each.shared for each in pack.documents) == sorted(batch[LAYOUT_KEY].shared.tolist())
+    assert [document.num_images for document in pack.documents] == [1] * 8
+    assert sorted(document.shared for document in pack.documents) == sorted(batch[LAYOUT_KEY].shared.tolist())

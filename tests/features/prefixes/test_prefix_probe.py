@@ -137,11 +137,11 @@ ALIKE = Dataset.from_dict({"text": [BEGINNING + end for end in ("one", "two", "t
 
 def rows_trained(folder, **settings):
     """Return a trainer after two steps, and the numbers of rows of its last two batches."""
-    run = build_trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
+    trainer = build_trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
     rows = []
-    run.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
-    run.train()
-    return run, rows[-2:]
+    trainer.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    trainer.train()
+    return trainer, rows[-2:]
 
 
 def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
@@ -179,9 +179,9 @@ def test_a_trainer_refuses_where_documents_cannot_be_packed_whole(model, setting
 
 
 def test_evaluation_before_training_proves_first(tmp_path):
-    run = build_trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
-    shared = run.evaluate()["eval_loss"]
-    assert run.packed_model.feature_is_proved
+    trainer = build_trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
+    shared = trainer.evaluate()["eval_loss"]
+    assert trainer.packed_model.feature_is_proved
     whole = build_trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
     assert shared == pytest.approx(whole, rel=1e-6)
     assert shared > 1
