@@ -120,7 +120,7 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size % degree:
             raise ValueError(
-                f"Groups of {degree} ranks were requested and there are {count_of(world_size, 'rank')}. Every rank "
+                f"Groups of {degree} ranks were requested, and the run has {count_of(world_size, 'rank')}. Every rank "
                 "needs a group of this degree. Set a degree that divides the number of ranks, or launch more ranks."
             )
         first_rank = dist.get_rank() // degree * degree

@@ -20,6 +20,7 @@ from sweep import page as compatibility
 from sweep.model_types import NOT_TESTED, VERDICTS, sweep_type
 
 from trl_packfix.cli import main
+from trl_packfix.feature import PLAIN
 from trl_packfix.isolation.packed_model import PackedModel
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,8 +64,9 @@ def test_the_table_keeps_the_promise():
 def test_a_silent_leak_is_counted(monkeypatch):
     """Plant a probe that sees no image, and attention that does not raise on the masks of images."""
 
-    def blind(*args, feature=None, **kwargs):
-        return PackedModel(*args, **kwargs | {"enforce_flash_attention": False})
+    def blind(*args, feature=PLAIN, **kwargs):
+        text_feature = PLAIN if feature.has_towers else feature
+        return PackedModel(*args, feature=text_feature, **kwargs | {"enforce_flash_attention": False})
 
     monkeypatch.setattr(sweeping, "PackedModel", blind)
     row = sweep_type("gemma3", "image-text")

@@ -90,8 +90,8 @@ def attend(tokens, forward, **kwargs):
 
 PART = replace(WHOLE, group=Group(2), part_tokens=4)
 REFUSED = [
-    (lambda: head_ranges(2, 1, 4), r"2 head\(s\) got a part of a pack on 4 ranks.*at least one head.*Set `tok"),
-    (lambda: make_groups([2]), r"Groups of 2 ranks .* 1 rank\(s\).*Every rank needs a group.*divides"),
+    (lambda: head_ranges(2, 1, 4), r"2 heads got a part of a pack on 4 ranks.*at least one head.*Set `tok"),
+    (lambda: make_groups([2]), r"Groups of 2 ranks .* 1 rank\. Every rank needs a group.*divides"),
     (lambda: Group(2).process_group, r"no process group of 2 ranks.*cannot exchange.*`SFTTrainer`"),
     (lambda: attend(8, PART), r"got 8 tokens.*each of the 2 ranks .* holds 4.*Set tokens_per_rank=None"),
     (lambda: attend(4, PART, dropout=0.1), "dropout=0.1 on a part of a pack.*same random numbers.*attention_dropout"),
