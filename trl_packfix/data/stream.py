@@ -341,7 +341,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that must be the same after a restart."""
+        """The settings that a state holds, so that a restart can compare them with its own."""
         stream_settings = {name: getattr(self, name) for name in (*READER_SETTINGS, "weight_column", "source_column")}
         stream_settings["image processor"] = self.rows.processor_settings
         return self.packing.settings("stream") | stream_settings

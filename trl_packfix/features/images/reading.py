@@ -49,9 +49,9 @@ class ImageReading(TextReading):
     It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
     """
 
-    packs_in_trl = False
-    stacks_documents = False
-    has_stored_tokens = False
+    packs_in_trl = False  # TRL refuses `packing=True` with images
+    stacks_documents = False  # documents hold more than tokens
+    has_stored_tokens = False  # only the processor knows the tokens of a row
 
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
@@ -68,7 +68,7 @@ class ImageReading(TextReading):
         """Return the reader of a table. A table without images that is tokenised is read as text."""
         if self._is_tokens(dataset):
             return super().read(dataset, name)
-        return measure_rows(dataset, self.process, name, args=self.args, marks=name == "train")
+        return measure_rows(dataset, self.process, name, args=self.args, for_training=name == "train")
 
     def _is_tokens(self, dataset: Dataset | IterableDataset) -> bool:
         """Return whether a dataset is tokenised and has no images."""
@@ -185,7 +185,7 @@ def read_table(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
     )
     if args.assistant_only_loss:
         collate = masking_collator(collate, TurnRule.from_args(args))
-    return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
+    return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, for_training=True)
 
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
@@ -202,7 +202,9 @@ def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool
     return RowProcessor(collate)
 
 
-def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, marks: bool) -> ImageRows:
+def measure_rows(
+    dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, for_training: bool
+) -> ImageRows:
     """Measure the rows of a dataset, on the main process first: all other processes read its cache.
 
     Args:
@@ -210,13 +212,13 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
         process: makes a document of a row.
         name: how messages name the dataset.
         args: the config of the run.
-        marks: whether, with `bad_rows="drop"`, bad rows become documents without tokens, which are then dropped and
-            counted. Only for the training set.
+        for_training: whether it is the training set. With `bad_rows="drop"` its bad rows become documents without
+            tokens, which are later dropped and counted. With `per_turn` it is checked for suspicious turns.
 
     Returns:
         The reader of the documents; with `per_turn`, each turn is a document.
     """
-    drops = marks and args.bad_rows == "drop"
+    drops = for_training and args.bad_rows == "drop"
     rule = TurnRule.from_args(args) if args.per_turn else None
     if rule is not None:
         check_conversations(dataset, name)
@@ -227,7 +229,7 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
         return ImageRows(dataset, process, measures)
     counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
     reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
-    if marks:
+    if for_training:
         # Warnings look at the first row that trains a token
         first_rows = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
         first_documents = [reader.read(row, 0, int(reader.lengths[row])) for row in first_rows]
