@@ -177,7 +177,8 @@ class PackedRows(AroundCalls):
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
             )
-        folder = find_folder("prefixes") if shares else None  # without the folder, rows share nothing
+        # The feature that computes a common beginning of documents once. Without its folder, rows share nothing.
+        folder = find_folder("prefixes") if shares else None
         feature = PLAIN if folder is None else folder.FEATURE("pack")
         self.shares = feature.is_on
         self.collate: PackedDataCollator = feature.make_collator(PackedDataCollator(), keeps_last_rows=True)
@@ -197,6 +198,7 @@ class PackedRows(AroundCalls):
         self.is_proved = False
         self._is_paused = False  # while a batch is compared, so that its padded rows stay padded
         self._compares = True  # whether the first batch of each kind is compared
+        # Lengths above which the model computes documents differently
         self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
         # The kinds of batches that were compared (with gradients, dtype, left padding, training mode), and their
         # longest row
@@ -279,10 +281,15 @@ class PackedRows(AroundCalls):
     # Hooks
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
-        # First, decide whether this call is packed, and make the pack.
+        """Run a pack in place of a padded batch, around a call of a module: the hook of `AroundCalls`.
+
+        The first yield hands over the inputs of the call and receives its output. The second hands over the new output.
+        """
+        # First, decide whether this call is packed, and make the pack. Calls within a packed call get the pack already.
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        if self.is_active and not any(self._running) and self._is_padded(module, inputs):
+        is_within_packed_call = any(self._running)
+        if self.is_active and not is_within_packed_call and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and self._compares:
                 batch = self._compare_new_kind(module, inputs, batch)
@@ -305,7 +312,10 @@ class PackedRows(AroundCalls):
                 states.register_hook(self._attend_in_backward)
             return states
 
-        yield join_outputs([output], lay_out_states, lambda values: _lay_out_rows(values[0], batch))
+        def lay_out_router_logits(values: list[Tensor]) -> Tensor:
+            return _lay_out_rows(values[0], batch)
+
+        yield join_outputs([output], lay_out_states, lay_out_router_logits)
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         """Return whether a call gets a padded batch, and nothing that a pack would need in its own order."""
@@ -405,7 +415,7 @@ class PackedRows(AroundCalls):
         probe = Probe(self.model, user_attention=packed.attention.previous)
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
 
-        def run(in_pack: bool) -> list[Tensor]:
+        def compute_values(in_pack: bool) -> list[Tensor]:
             """Return states of the tokens, (N, hidden), and the gradient of the pack's embeddings, (T, hidden)."""
             self._switch_attention(in_pack)
             with probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
@@ -429,17 +439,19 @@ class PackedRows(AroundCalls):
         try:
             with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), model_errors_converted():
                 self._switch_attention(in_pack=True)
-                # The wrapper by which accelerate runs a forward under autocast remembers the state of before in one
-                # place: a forward within a forward would leave autocast on after both.
+                # Find and silence the modules that draw random numbers, by a forward of a small pack. The wrapper by
+                # which accelerate runs a forward under autocast remembers the state of before in one place: a forward
+                # within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
                     probe.run_without_draws(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
-                padded_values = run(in_pack=False)
-                packed_values = run(in_pack=True)
+                padded_values = compute_values(in_pack=False)
+                packed_values = compute_values(in_pack=True)
                 gaps = _largest_gaps(padded_values, packed_values)
+                # A gap beyond the tolerance may be rounding: measure how far other roundings change the pack.
                 limits = probe.limits_of_rounding(
                     gaps,
                     [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)][: len(gaps)],
-                    lambda: _largest_gaps(packed_values, run(in_pack=True)),
+                    lambda: _largest_gaps(packed_values, compute_values(in_pack=True)),
                 )
         except (CannotRun, KernelError) as error:
             return f"the model raised: {error}"

@@ -46,12 +46,14 @@ LOGGED = {
 }
 DATA_PARALLEL = Condition(
     "`DataParallel`",
-    lambda setup: f"`DataParallel` on {setup.args.n_gpu} GPUs in one process" if setup.args.n_gpu > 1 else None,
+    lambda settings: (
+        f"`DataParallel` on {settings.args.n_gpu} GPUs in one process" if settings.args.n_gpu > 1 else None
+    ),
     SEVERAL_DEVICES.undo,
 )
-# Settings that conflict with `pack_forward`, each with the reason, as the end of a message
+# Settings that conflict with `pack_forward`, each with the reason as a sentence without its full stop
 PACKED_ROWS = ChoiceConflicts(
-    choice=Condition("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
+    choice=Condition("`pack_forward`", lambda settings: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
         CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were one "
         "document, so rows of a pack would attend to each other",
