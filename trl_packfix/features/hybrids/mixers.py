@@ -65,7 +65,9 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
         (1, T / s, H, D).
     """
     # 1. Where ranks share the pack, each rank gets all tokens of some heads.
-    exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.group)
+    num_heads = scan.values[0].shape[2]
+    num_key_heads = scan.keys[0].shape[2]
+    exchange = HeadExchange(num_heads, num_key_heads, running.group)
     tensors = [*scan.values, *scan.keys]
     num_values = len(scan.values)
     # One exchange per dtype: decays, for instance, are fp32 beside values in bf16.
@@ -76,6 +78,7 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
         all_tokens = exchange.to_heads(heads_first[:num_values_of_dtype], heads_first[num_values_of_dtype:])
         for i, x in zip(indices, all_tokens, strict=True):
             tensors[i] = x.transpose(1, 2)
+    # `exchange.heads`: the heads of `values` that this rank computes
     parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
     scan = scan._replace(values=tensors[:num_values], keys=tensors[num_values:], parameters=parameters)
     # 2. Run the scan: level by level where documents share prefixes, else with boundaries, or else on padded batches.
@@ -190,7 +193,7 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     first_token = running.group.rank * num_rows
     steps = torch.arange(num_rows, device=bounds.device)
     tokens = steps + first_token  # the rows of this rank, counted in the pack
-    document = torch.bucketize(tokens, bounds[1:], right=True)  # of each row, or its run
+    document = torch.bucketize(tokens, bounds[1:], right=True)  # for each row its document, or its run
     # W - 1 rows of context come before the first row of this rank, and before each further document on it.
     places = steps + (document - document[:1] + 1) * (width - 1)
     source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
