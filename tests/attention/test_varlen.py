@@ -24,7 +24,7 @@ from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import KernelLaunch, attend_by_document, attend_on_cpu, attend_on_cuda
 from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered, this_thread
-from trl_packfix.attention.runs import _in_chunks
+from trl_packfix.attention.runs import _cut_launch_at_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.group import ALONE
@@ -257,7 +257,7 @@ def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
 def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
-    found, keys = _in_chunks(launch, sum(lengths), chunk).cu_seq_lens
+    found, keys = _cut_launch_at_chunks(launch, sum(lengths), chunk).cu_seq_lens
     chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
     assert [n for n in found.diff().tolist() if n] == chunks
     assert found.dtype == torch.int32
@@ -265,7 +265,7 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     assert (found.diff() >= 0).all()
     assert torch.equal(found, keys)
     on_meta = launch._replace(cu_seq_lens=(bounds.to("meta"), bounds.to("meta")))  # any read on the host raises
-    assert _in_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == found.shape
+    assert _cut_launch_at_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == found.shape
 
 
 def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch):

@@ -25,7 +25,7 @@ from .packed_forward import PackedForward
 
 # Fewest tokens of a document that may run on cuDNN, which needs about a second to plan for each new shape
 LONG_DOCUMENT = 32_768
-MEASURED_TOKENS = 32_768
+MEASURED_TOKENS = 32_768  # both kernels are measured on this many tokens
 MAX_ELEMENTS = 2**31 - 1  # the most elements of a tensor that cuDNN gets, so that their offsets fit into 32 bits
 # The largest relative distance that rounding explains: bfloat16 has 8 bits, and gradients are sums over many keys
 MAX_DISTANCE = 2e-2
@@ -60,7 +60,7 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> 
 def uses_dense(
     tensors: tuple[Tensor, Tensor, Tensor], pack: PackedForward, *, scale: float, attend_on_flash: Attend
 ) -> bool:
-    """Return whether `attend_dense` computes a call without window, chunk and sinks.
+    """Return whether `attend_dense` shall compute the attention of a pack, which has no window, chunks and sinks.
 
     The host reads nothing from the device, except when it measures a new kind of heads.
 

@@ -164,7 +164,7 @@ def attend_pack_on_cuda(
         if uses_dense((query, key, value), pack, scale=scale, attend_on_flash=attend_on_flash):
             return attend_dense(query, key, value, scale=scale)
     if chunk is not None:
-        launches = [_in_chunks(launch, num_rows, chunk) for launch in launches]
+        launches = [_cut_launch_at_chunks(launch, num_rows, chunk) for launch in launches]
     return attend_on_cuda(query, key, value, launches, **options)
 
 
@@ -255,7 +255,7 @@ def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]
     return launches
 
 
-def _in_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
+def _cut_launch_at_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
     """Cut the runs of a launch into pieces, one for each chunk of their documents.
 
     It is done on the device, so that the host does not wait. The number of pieces depends on the lengths of the runs,
@@ -271,12 +271,12 @@ def _in_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
         The launch with the boundaries of the pieces instead of the runs.
 
     >>> launch = KernelLaunch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7), slice(None), slice(None))
-    >>> [bounds.tolist() for bounds in _in_chunks(launch, 4, 2).cu_seq_lens]
+    >>> [bounds.tolist() for bounds in _cut_launch_at_chunks(launch, 4, 2).cu_seq_lens]
     [[0, 0, 1, 3, 4, 4], [0, 2, 4, 6, 7, 7]]
     """
     q_bounds, k_bounds = (bounds.long() for bounds in launch.cu_seq_lens)
     num_runs = len(q_bounds) - 1
-    # 1. For each run: its keys before its rows, the chunk of its first row, and its pieces
+    # 1. For each run: the number of keys before its rows, the chunk of its first row, and the number of its pieces
     num_keys = k_bounds.diff()
     num_earlier = num_keys - q_bounds.diff()
     first_chunk = num_earlier // chunk
