@@ -68,7 +68,7 @@ class Targets:
         documents: the document of each value that `select` returns, int64, in the shape of these values.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         positions: for each of the M targets the row that predicts it, (M,). None if no row predicts tokens of several
-            documents. Then a value per row stands for its target, and is 0 at rows whose next token is not trained.
+            documents. Then callers use one value per row, which is 0 at rows whose next token is not trained.
     """
 
     documents: Tensor
@@ -122,7 +122,10 @@ class Layout(ABC):
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether the statistic of the router loss must weigh rows by `row_counts`, and sum over the ranks."""
+        """Whether the router loss must weigh rows by `row_counts` and sum over the ranks that share the pack.
+
+        This loss of mixtures of experts balances how many rows each expert gets.
+        """
         return self.shares_rows or not self.group.is_alone
 
     @property
@@ -140,7 +143,7 @@ class Layout(ABC):
 
     @abstractmethod
     def row_counts(self, trained: Tensor) -> Tensor:
-        """Return how many times each row of this rank counts in the statistic of the router loss.
+        """Return how many times each row of this rank counts in the router loss.
 
         A row counts once for each document with a trained token that it belongs to. So rows of padding count 0 times.
 
