@@ -94,7 +94,7 @@ class Conversation:
         """Render messages as T token ids with the chat template and the arguments of this conversation."""
         return list(self._rendered(messages, tokenizer, tokenize=True, return_dict=True, **kwargs)["input_ids"][0])
 
-    def masked(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def tokens_and_mask(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the T token ids of all messages, and T ones and zeros.
 
         A token has a 1 if the `{% generation %}` markers of the template enclose it, as in TRL.

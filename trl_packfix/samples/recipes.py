@@ -170,7 +170,7 @@ class MaskedTurns(Recipe):
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.num_prompt if self.completion_only else 0
         selection = self.rule.select_turn(replace(conversation, num_prompt=num_prompt))
-        tokens, mask = self.rule.masked(selection, self.tokenizer)
+        tokens, mask = self.rule.tokens_and_mask(selection, self.tokenizer)
         # Without a trained token the row is bad, unless all its turns are excluded on purpose
         if 1 not in mask and (selection.trained or not selection.counts.turns):
             raise UnknownTurnError(

@@ -115,7 +115,7 @@ class TurnRule:
         trained = [turn for turn in turns if turn not in context | earlier]
         return TurnSelection(replace(conversation, messages=messages), trained, counts)
 
-    def masked(self, selection: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def tokens_and_mask(self, selection: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the T token ids of a conversation, and T ones and zeros, with a 1 for each trained token."""
         conversation = selection.conversation
         every_turn_is_trained = len(selection.trained) == selection.counts.turns
@@ -124,13 +124,13 @@ class TurnRule:
             and self.train_empty_thinking
             and has_markers(template_of(tokenizer, conversation.arguments))
         ):
-            return conversation.masked(tokenizer)
+            return conversation.tokens_and_mask(tokenizer)
         text, spans = self.spans(selection, tokenizer)
         if isinstance(tokenizer, ProcessorMixin):
             # The processor replaces placeholders of images, so characters of its text are not those of `spans`. Let it
             # find the tokens itself, by markers around the trained parts
             message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
-            return Conversation([message], 0, {"chat_template": PART_MARKERS}).masked(tokenizer)
+            return Conversation([message], 0, {"chat_template": PART_MARKERS}).tokens_and_mask(tokenizer)
         outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_starts, token_stops = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
         mask = np.zeros(len(token_starts), np.int64)
