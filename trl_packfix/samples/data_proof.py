@@ -107,7 +107,7 @@ def prove_data(
         rendering: How rows become text.
         num_proc: Number of processes that read the rows of a table.
     """
-    reader = _reader(dataset, rendering)
+    reader = _make_kind_reader(dataset, rendering)
     row_kinds = read_kinds(dataset, reader, num=NUM_READ_OF_STREAM, num_proc=num_proc)
     proof = _Proof(row_kinds, rendering, reader)
     covered: Counter[Kind] = Counter()  # for each kind the number of rendered rows that have it
@@ -128,7 +128,7 @@ def prove_data(
     )
 
 
-def _reader(dataset: Dataset | IterableDataset, rendering: Rendering) -> KindReader:
+def _make_kind_reader(dataset: Dataset | IterableDataset, rendering: Rendering) -> KindReader:
     """Return the reader of the kinds of the rows, with the control tokens and the BOS of the tokenizer."""
     tokenizer: Any = plain_tokenizer(rendering.tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of Mistral have none
@@ -173,7 +173,8 @@ class _Proof:
     def render(self, row_index: int) -> bool:
         """Render a row without and with marks, and return whether it could be rendered.
 
-        A row that cannot be rendered is bad, and is refused or dropped when samples are made.
+        A row that cannot be rendered is bad, and is refused or dropped when samples are made. A row whose texts would
+        need more marks than `MOST_MARKS` allows is not rendered either.
         """
         try:
             raw_row = self.row_kinds.rows[row_index]
@@ -267,11 +268,13 @@ class _Proof:
         states = self.states[leaf.kind]
         if leaf.kind.role != "assistant" or self.rendering.per_turn:
             return "left out"
-        # A conversation may have thousands of turns, so only the first texts of a kind are rendered in their own turn.
+        # A conversation may have thousands of turns, so only the first texts of a kind are rendered up to their turn.
+        # The others count like them
         if states["left out"] + states["left out later"] >= MAX_TRIED_PER_KIND:
             return "left out" if states["left out"] else "left out later"
-        own_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
-        return "left out later" if mark in (self.rendering.text_or_none(own_turn) or "").lower() else "left out"
+        up_to_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
+        text = self.rendering.text_or_none(up_to_turn) or ""
+        return "left out later" if mark in text.lower() else "left out"
 
     def _note_roles_and_arguments(self, conversation: Conversation, text: str) -> None:
         """Note unknown roles, unread arguments and badly written values of a row that is rendered without marks."""

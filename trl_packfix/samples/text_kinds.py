@@ -169,11 +169,10 @@ class KindReader:
             pattern: The pattern of control tokens; empty to look for none.
         """
         control = _compiled(pattern) if pattern else None
-        kinds: set[Any] = (
-            set()
-        )  # the fields of kinds: a plain tuple is made faster than a `Kind`, and most are repeated
+        # The fields of kinds: a plain tuple is made faster than a `Kind`, and most messages repeat the same ones
+        kinds: set[Any] = set()
         for i, (role, place, message) in enumerate(_with_role_and_place(messages)):
-            kinds.add(("", role, place))  # says that there is such a message
+            kinds.add(("", role, place))  # that there is such a message
             for path, holder, key in _locations_in_message(message):
                 value = holder[key]
                 if control is not None and isinstance(value, str) and control.search(value):
