@@ -130,10 +130,10 @@ def _apply_recipe(
     columns = columns_of(dataset)
     drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
-    unread = [column for column in columns if column not in consumed]
+    copied = [column for column in columns if column not in consumed]
     kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
-    checks_turn_ends = is_training_set and recipe.setting
+    checks_turn_ends = is_training_set and recipe.setting  # recipes with a setting train assistant turns only
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": dataset_warnings.RepeatedMessages()}
         # Without known columns, later rows of a stream may have columns that its first row does not have
@@ -146,12 +146,12 @@ def _apply_recipe(
         return PreparedDataset(without_bad_rows(stream) if drops and not keeps_bad_rows else stream, recipe)
     # These columns are removed again below, when the turns are counted
     bookkeeping = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
-    kwargs["repeated"] = unread if recipe.splits else []
+    kwargs["repeated"] = copied if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
             HashedMapFunction(columns_of_batch, users_code=users_code),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
-            features=Features({column: dataset.features[column] for column in unread} | TOKEN_FEATURES | bookkeeping),
+            features=Features({column: dataset.features[column] for column in copied} | TOKEN_FEATURES | bookkeeping),
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {'each assistant turn of ' if recipe.splits else ''}{name} dataset",
             remove_columns=columns if recipe.splits else consumed,
