@@ -1,4 +1,4 @@
-"""Define what the rest of the package asks of its support for rows with images.
+"""Define what the package asks of the folder `features/images`, and what it does without this folder.
 
 A row has images if it has a column named in `IMAGES` (`checks.py`), as TRL names them. The folder `features/images`
 measures and packs such rows. Its subclass of `ImageSupport` overrides all methods. Other modules call the methods on
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ImageSupport:
-    """Support for rows with images if the folder `features/images`, which has a subclass, is missing."""
+    """The methods that support rows with images, as they are without the folder `features/images`."""
 
     def with_named_images(self, dataset: T, name: str) -> T:
         """Return a dataset with a column `images`, if its messages have paths of image files.

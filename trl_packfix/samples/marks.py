@@ -21,7 +21,8 @@ from .texts import struct_columns, without_nulls
 
 MARK = re.compile(r"zq\d+x", re.IGNORECASE)
 NUMBER = re.compile(r"97000\d{6}(?:\.5)?")
-BEFORE_A_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")  # not inside a tag, a word or an escape
+# A letter before which a mark may be put: the first of a word, and not of a tag or an escape
+FIRST_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")
 Marks: TypeAlias = dict[str, tuple[Leaf, object]]  # for each mark its leaf, and the text or number before it was marked
 
 
@@ -71,7 +72,7 @@ def _insert(mark: str, text: str) -> str:
     >>> _insert("zq0x", '{"city": "Rome"}')
     '{"zq0xcity": "Rome"}'
     """
-    letter = BEFORE_A_LETTER.search(text)
+    letter = FIRST_LETTER.search(text)
     position = letter.start() if letter else len(text.rstrip())
     return text[:position] + mark + text[position:]
 
