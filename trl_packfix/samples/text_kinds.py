@@ -156,8 +156,7 @@ class KindReader:
             yield OTHER_FORM
         for name, value in row.items():
             is_read = name in columns or (messages and name in ("tools", "chat_template_kwargs"))
-            may_be_text = isinstance(value, str | list | dict) and value and not str(value).isspace()
-            if not is_read and may_be_text:
+            if not is_read and isinstance(value, str | list | dict) and value and not str(value).isspace():
                 yield Kind(f"{UNREAD_COLUMN}{name}")
 
     def _kinds_of_messages(self, messages: list[Message], num_prompt: int, pattern: str) -> set[Kind]:
@@ -177,9 +176,10 @@ class KindReader:
                 value = holder[key]
                 if control is not None and isinstance(value, str) and control.search(value):
                     kinds.add((CONTROL, role, ""))
-                is_plain_content = path.startswith("content") and holder is message
-                if self.placeholder and is_plain_content and self.placeholder in value:
-                    kinds.add((PLACED, "", ""))
+                if self.placeholder:
+                    is_plain_content = path.startswith("content") and holder is message
+                    if is_plain_content and self.placeholder in value:
+                        kinds.add((PLACED, "", ""))
                 # A prompt is not trained, so numbers of its messages, such as `weight=0`, do not matter
                 if i >= num_prompt or "=" not in path:
                     kinds.add((path, role, place))
