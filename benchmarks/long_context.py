@@ -144,7 +144,7 @@ def several_degrees(step: UndividedStep, found: DividedStep) -> float:
         documents = np.concatenate(own)
         documents = documents[np.argsort(-step.units.rows[documents], kind="stable")]
         tries = [_with_giants(step, documents, limit, base) for limit in LIMITS for base in (1, 2, 4, 8)]
-        total += min([step.as_division(own, degree).seconds, *(seconds for seconds in tries if seconds is not None)])
+        total += min([step.make_division(own, degree).seconds, *(seconds for seconds in tries if seconds is not None)])
     return total
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, ScanCosts, with_pairs_of
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, ScanCosts, decoder_costs_of
 
 SIZE = {
     "vocab_size": 99,
@@ -216,22 +216,22 @@ def test_layers_by_kind():
     pair = 4.0 * 64
     kinds = ["linear_attention", "full_attention", "sliding_attention", "chunked_attention"]
     config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, attention_chunk_size=8192)
-    model = with_pairs_of(config, 7.0)
+    model = decoder_costs_of(config, 7.0)
     assert model == CostModel(7.0, pair, ((window, pair),), ((8192, pair),))
     # Qwen2 has a `sliding_window` that it does not use
     config = LlamaConfig(**sizes, sliding_window=window, use_sliding_window=False)
-    assert with_pairs_of(config, 7.0) == CostModel(7.0, 4 * pair)
+    assert decoder_costs_of(config, 7.0) == CostModel(7.0, 4 * pair)
     # a state space model has no pairs at all
     config = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=4)
-    assert with_pairs_of(config, 7.0) == CostModel(7.0, 0.0)
+    assert decoder_costs_of(config, 7.0) == CostModel(7.0, 0.0)
     # a layer that selects the tokens that it sees scores every pair to do so
     sparse = {"index_n_heads": 2, "index_head_dim": 8, "layer_types": ["indexed_attention"] * 4}
-    assert with_pairs_of(LlamaConfig(**sizes, **sparse), 7.0).per_pair == 4 * (pair + 2 * 2 * (8 + 1))
+    assert decoder_costs_of(LlamaConfig(**sizes, **sparse), 7.0).per_pair == 4 * (pair + 2 * 2 * (8 + 1))
     # beyond its window a compressed layer sees one in 16 tokens
     kinds = ["full_attention", "heavily_compressed_attention", "full_attention", "full_attention"]
     rates = {"heavily_compressed_attention": 16}
     config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, compress_rates=rates)
-    assert with_pairs_of(config, 7.0) == CostModel(7.0, (3 + 1 / 16) * pair, ((window, pair),))
+    assert decoder_costs_of(config, 7.0) == CostModel(7.0, (3 + 1 / 16) * pair, ((window, pair),))
 
 
 def test_without_a_config_it_is_a_llama_of_7b():

@@ -11,8 +11,8 @@ from trl_packfix.planning.costs import (
     HeadCounts,
     ScanCosts,
     TowerCosts,
+    decoder_costs_of,
     tower_costs_of,
-    with_pairs_of,
     with_scans,
 )
 
@@ -123,7 +123,7 @@ def test_heads_of_each_layer_are_counted_by_their_sizes():
         layer_of(kv_lora_rank=3, qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=9, num_key_value_heads=1),
         layer_of(kv_lora_rank=3, qk_nope_head_dim=5, qk_rope_head_dim=2),
     ]
-    model = with_pairs_of(config_of(layers), 7.0)
+    model = decoder_costs_of(config_of(layers), 7.0)
     assert model.attention == (
         heads_of(4, 4, 8, 8, layers=2),
         heads_of(4, 2, 8, 8),
@@ -135,7 +135,7 @@ def test_heads_of_each_layer_are_counted_by_their_sizes():
     assert model.per_token == 7
     assert (model.windows, model.chunks) == ((), ())
     # Numbers of heads by layer come before those of the config
-    model = with_pairs_of(config_of(layers[:2], num_attention_heads_per_layer=[2, 6]), 7.0)
+    model = decoder_costs_of(config_of(layers[:2], num_attention_heads_per_layer=[2, 6]), 7.0)
     assert model.attention == (heads_of(2, 2, 8, 8), heads_of(6, 2, 8, 8))
 
 
@@ -145,12 +145,12 @@ def test_pairs_of_each_kind_of_layer_are_added():
         *("sliding_attention", "mamba", "conv", "mlp", "moe", "recurrent", "linear_attention"),
     ]
     layers = [layer_of(sliding_window=window, attention_chunk_size=64) for window in (9, 9, 9, 9, 9, 5, *[9] * 6)]
-    model = with_pairs_of(config_of(layers, layer_types=kinds), 0.0)
+    model = decoder_costs_of(config_of(layers, layer_types=kinds), 0.0)
     assert model.windows == ((5, 64 * 2.0), (9, 2 * 64 * 2.0))
     assert model.chunks == ((64, 2 * 64 * 2.0),)
     assert model.per_pair == 64 * 2.0
     assert model.attention == (heads_of(4, 4, 8, 8, layers=6),)
-    assert with_pairs_of(config_of(layers, layers_block_type=kinds), 0.0) == model
+    assert decoder_costs_of(config_of(layers, layers_block_type=kinds), 0.0) == model
 
 
 @pytest.mark.parametrize(
@@ -160,17 +160,17 @@ def test_an_indexer_scores_every_pair(kind, sums):
     layers = [layer_of(index_n_heads=3, index_head_dim=5)] * 2
     score = 2.0 * 3 * (5 + sums)
     config = config_of(layers, layer_types=[kind] * 2)
-    assert with_pairs_of(config, 0.0).per_pair == 2 * (128 + score)
+    assert decoder_costs_of(config, 0.0).per_pair == 2 * (128 + score)
     config.indexer_types = ["full", "shared"]
-    assert with_pairs_of(config, 0.0).per_pair == 2 * 128 + score
+    assert decoder_costs_of(config, 0.0).per_pair == 2 * 128 + score
     without = config_of([layer_of()], layer_types=[kind])
-    assert with_pairs_of(without, 0.0).per_pair == 128
+    assert decoder_costs_of(without, 0.0).per_pair == 128
 
 
 def test_compressed_layers_see_a_window_and_one_of_several_tokens():
     rates = {"compressed_sparse_attention": 4}
     layers = [layer_of(index_n_heads=3, index_head_dim=5, compress_rates=rates, sliding_window=9)]
-    model = with_pairs_of(config_of(layers, layer_types=["compressed_sparse_attention"]), 0.0)
+    model = decoder_costs_of(config_of(layers, layer_types=["compressed_sparse_attention"]), 0.0)
     assert model.per_pair == (128 + 2 * 3 * (5 + 1)) / 4
     assert model.windows == ((9, 128.0),)
 
@@ -187,13 +187,13 @@ def test_compressed_layers_see_a_window_and_one_of_several_tokens():
 )
 def test_a_config_without_kinds_of_layers_has_one(fields, windows, per_pair):
     layers = [layer_of(sliding_window=fields.get("sliding_window"))] * 2
-    model = with_pairs_of(config_of(layers, **fields), 0.0)
+    model = decoder_costs_of(config_of(layers, **fields), 0.0)
     assert model.windows == windows
     assert model.per_pair == per_pair
 
 
 def test_a_config_without_heads_has_no_attention():
-    assert with_pairs_of(SimpleNamespace(per_layer_config=[layer_of()] * 3, num_hidden_layers=3), 4.0) == CostModel(
+    assert decoder_costs_of(SimpleNamespace(per_layer_config=[layer_of()] * 3, num_hidden_layers=3), 4.0) == CostModel(
         4.0, 0.0
     )
 

@@ -37,7 +37,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import not_logged
-from ..planning.costs import HeadCounts, with_pairs_of
+from ..planning.costs import HeadCounts, decoder_costs_of
 from .model_costs import build_on_meta, experts_of, model_class_of
 
 GIB = 2**30
@@ -189,7 +189,7 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
     if method.engine == "DDP" and has_experts and not method.lora:
         # Training has autocast, which casts all weights, but the forward pass was counted without autocast
         saved = replace(saved, casts=2 * parameters, is_cached=True, is_modelled=True)
-    heads = with_pairs_of(text, per_token=0.0).attention  # of the cost model, only the heads are needed
+    heads = decoder_costs_of(text, per_token=0.0).attention  # of the cost model, only the heads are needed
     return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, heads, saved)
 
 

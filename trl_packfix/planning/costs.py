@@ -56,8 +56,10 @@ class ScanCosts(NamedTuple):
     per_token: float  # FLOPs of one token with the states of one layer
     chunk: int  # tokens of a chunk
     per_pair: float  # FLOPs of a pair of tokens of one chunk in one layer
-    per_head: int  # numbers exchanged for one token and value head, there and back; a number in fp32 counts as two
-    per_kv_head: int  # numbers exchanged for one token and key head, there and back
+    # Numbers that ranks exchange for one token before and after a scan: of a value head, and of a key head. One number
+    # in fp32 counts as two
+    per_head: int
+    per_kv_head: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class CostModel:
     @property
     def heads(self) -> int | None:
         """The number of heads of the layer with the fewest, attention or scan; None if it is not known."""
-        return min([kind.heads for kind in self.attention + self.mixers], default=None)
+        return min([layers.heads for layers in self.attention + self.mixers], default=None)
 
     def shared_by(self, degree: int) -> "CostModel":
         """Return the cost model for a group of `degree` ranks that share a pack, and split its heads between them.
@@ -156,12 +158,13 @@ In a document of 50,400 tokens, attention costs as much as the matrices.
 _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
 # Kinds of layers with an *indexer*, which scores every pair of tokens by heads of its own, to select the tokens that
-# are seen: kind -> 1 if the scores of its heads are added up, which costs one more product for each head; 0 if not.
+# are seen. The value is the number of products that each head needs for a pair beside the product of query and key: 1
+# if the scores of all heads are weighted and added up, else 0.
 _SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
-def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
-    """Return the cost model of a decoder, with the pairs of tokens in its attention, but without scans.
+def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
+    """Return the cost model of a text decoder: its matrices and its attention, but not its scans (`with_scans`).
 
     Attention may be grouped, latent, sliding, chunked or compressed. Compressed attention joins the tokens before a
     token `rate` by `rate` to one, and also sees a window of single tokens. The scores of an indexer count, too. Sparse
@@ -193,6 +196,7 @@ def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
         # Configs have a `sliding_window` even for layers that see all tokens.
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
+        # All pairs are scored, and with compression also attended to, one pair for `rate` tokens.
         full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
         if window:
             windows[window] = windows.get(window, 0) + pair_cost
@@ -241,9 +245,9 @@ def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
         AttributeError, TypeError: the config has other fields.
     """
     layers = getattr(config, "num_hidden_layers", None) or config.depth
-    hidden_size = getattr(config, "embed_dim", None) or config.hidden_size
+    hidden_size = getattr(config, "embed_dim", None) or config.hidden_size  # dimensions of all heads together
     head_dim = getattr(config, "head_dim", None)
-    if head_dim:
+    if head_dim:  # heads may be wider than the hidden states
         hidden_size = head_dim * config.num_attention_heads
     is_square = not isinstance(config.patch_size, list | tuple)
     height, width = (config.patch_size, config.patch_size) if is_square else config.patch_size  # pixels of a patch

@@ -57,7 +57,7 @@ class GroupTimes:
         """
         if degree == 1:
             return 0.0, 0.0
-        speeds = self.speeds
+        speeds = self.speeds  # bytes per second `within` and `between` nodes, latency of an exchange, passes of a step
         ranks_inside = min(degree, speeds.ranks_per_node)  # ranks of the group on one node
         # A rank keeps 1 / degree of its bytes, and sends an equal share to each other rank of the group.
         seconds_within = (ranks_inside - 1) / degree / speeds.within
@@ -65,9 +65,11 @@ class GroupTimes:
         latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
         num_values = 0  # numbers that are exchanged for one token in all layers
         num_layers = 0
-        for kind in self.cost_model.attention:
+        for kind in self.cost_model.attention:  # attention layers with equal heads
             num_layers += kind.layers
-            num_values += kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
+            # Per query head a query and an output, and per key head a key and a value
+            num_heads = kind.heads + max(kind.kv_heads, degree)
+            num_values += kind.layers * num_heads * (kind.key_dim + kind.value_dim)
         for scan in self.cost_model.mixers:
             num_layers += scan.layers
             num_values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
@@ -84,6 +86,7 @@ class GroupTimes:
             degree: number of ranks in a group.
         """
         per_token, latency = self.exchange(degree)
+        # A training step has the FLOPs of `passes` forward passes.
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + latency
 
 
@@ -121,7 +124,7 @@ def schedule_groups(
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
     ([[[0], [1]], [[0], [2]]], array([2, 1]))
     """
-    planned_bins = replace(bins, world_size=bins.world_size // parallel.smallest)
+    planned_bins = replace(bins, world_size=bins.world_size // parallel.smallest)  # one slot for each group of S ranks
     planned_steps = packs_of_steps(plan, units.rows, num_steps, bins=planned_bins)
     steps = [divide_step(packs, units, bins, parallel=parallel) for packs in planned_steps]
     degrees = [degree for step in steps for degree in step.degrees]
@@ -150,11 +153,11 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     accumulation = bins.accumulation
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
     if bins.balance == "none":
-        return step.as_division(packs, degree)
+        return step.make_division(packs, degree)
     fastest = step.divide(step.members, accumulation)
-    # Where `divide` finds no packs of degree S for the whole step, the planned packs, which always fit, are tried, too.
+    # The planned packs always fit. They are tried, too, if dealing all units anew to groups of S ranks has failed.
     if fastest is None or step.unbalanced_packs(step.members, degree, accumulation) is None:
-        planned = step.as_division(step.balance(packs, degree, accumulation), degree)
+        planned = step.make_division(step.balance(packs, degree, accumulation), degree)
         if fastest is None or planned.seconds < fastest.seconds:
             fastest = planned
     return fastest
@@ -208,10 +211,10 @@ class UndividedStep:
             The fastest division with one degree, or `best` if that takes no more time; None if there is neither.
         """
         if not len(members):
-            # For a micro-step without units, all degrees are equally good.
+            # Without units, all degrees are equally good, and every group gets an empty pack.
             degree = self.parallel.degrees[0]
             num_groups = self.bins.world_size // degree * num_micro_steps
-            return best or self.as_division([members] * num_groups, degree)
+            return best or self.make_division([members] * num_groups, degree)
         bounds = sorted((self._lower_bound(members, degree), degree) for degree in self.parallel.degrees)
         for bound, degree in bounds:
             if best is not None and bound >= best.seconds:
@@ -224,7 +227,7 @@ class UndividedStep:
     def _lower_bound(self, members: Int64Array, degree: int) -> float:
         """Return a lower bound, in seconds, of the modelled time of every division of these units with this degree."""
         rows = self.units.rows[members]
-        costs = self.units.costs(degree)[members]
+        costs = self.units.costs(degree)[members]  # FLOPs on all ranks of a group together
         even = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)
         longest = self.times.seconds(costs, rows, degree).max()
         return float(max(even[0] * degree / self.bins.world_size, longest))
@@ -234,7 +237,7 @@ class UndividedStep:
         packs = self.unbalanced_packs(members, degree, num_micro_steps)
         if packs is None:
             return None
-        return self.as_division(self.balance(packs, degree, num_micro_steps), degree)
+        return self.make_division(self.balance(packs, degree, num_micro_steps), degree)
 
     def unbalanced_packs(self, members: Int64Array, degree: int, num_micro_steps: int) -> list[Int64Array] | None:
         """Put units into packs for groups of one degree, at most one pack for each group and micro-step."""
@@ -244,7 +247,7 @@ class UndividedStep:
             return None
         costs = self.units.costs(degree)[members]
         packs = [members[pack] for pack in least_loaded(rows, costs, bins.num_slots, capacity=bins.capacity)]
-        if bins.fits(packs, self.units):
+        if bins.fits(packs, self.units):  # no pack is above the capacity
             return packs
         best_fit, sizes = best_fit_decreasing(rows, bins.capacity)
         packs = np.split(members[best_fit], np.cumsum(sizes)[:-1])
@@ -265,8 +268,8 @@ class UndividedStep:
             synchronisation="micro",  # the ranks of a group wait for each other in every layer
         )
 
-    def as_division(self, packs: list[Int64Array], degree: int) -> DividedStep:
-        """Return packs for groups of one degree, micro-step after micro-step, with their modelled time."""
+    def make_division(self, packs: list[Int64Array], degree: int) -> DividedStep:
+        """Make the `DividedStep` of packs for groups of one degree, micro-step after micro-step, with its time."""
         unit_costs = self.units.costs(degree)
         costs = np.array([unit_costs[pack].sum() for pack in packs])
         rows = np.array([self.units.rows[pack].sum() for pack in packs])
@@ -284,12 +287,13 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds = np.zeros(len(schedule.degrees))
     exchange = np.zeros(len(schedule.degrees))
-    slot_tokens = schedule.slot_sums(units.rows)
+    slot_tokens = schedule.slot_sums(units.rows)  # rows of the pack in each slot, shape (S*G, W)
     for degree in np.unique(schedule.degrees).tolist():
         micro_steps = np.flatnonzero(schedule.degrees == degree)
         first_ranks = slice(None, None, degree)  # the first rank of each group, whose slot holds the pack
         costs = schedule.slot_sums(units.costs(degree))[micro_steps][:, first_ranks]
         tokens = slot_tokens[micro_steps][:, first_ranks]
         seconds[micro_steps] = times.seconds(costs, tokens, degree).max(axis=1)
+        # Groups have equal numbers of ranks, so the mean over groups is the mean over ranks.
         exchange[micro_steps] = times.seconds(np.zeros_like(tokens, dtype=np.float64), tokens, degree).mean(axis=1)
     return seconds, exchange
