@@ -11,8 +11,10 @@ dealt first, by their *excess*: their cost above the cost of short documents wit
 fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity. At last, such a
 slot and a slot with room divide the shortest documents of both anew, until no slot is above its capacity.
 
-A *unit* is what planning packs: a document, or a family of documents that begin alike. `deal_documents` and `_Slots`
-call every unit a document.
+A *unit* is what planning packs: a document, or a family of documents that begin alike. It has a *row* for each of its
+tokens, and families have a row once for all documents that share it. `deal_documents` and `_Slots` call every unit a
+document, and its rows tokens. Where several ranks share a pack (`bins.degree`, their number), W counts groups of such
+ranks, and a "rank" below is a group.
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
@@ -27,9 +29,14 @@ from .units import Bins, Units
 
 FEW_UNITS = 4  # fewer units per slot are not dealt anew, since they hardly ever fit another way
 GOOD_ENOUGH_RATIO = 1.002  # packs that take at most this many times the mean cost of a rank stay as they are
-SHORT_DIVISOR = 32  # as many documents as have at most capacity / 32 tokens are short: they fill the remaining room
-FILLING_SHARE = 1 / 4  # the cheapest documents that have this share of the tokens are short in any case
-SPARE_DIVISOR = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where most room is
+# The dearest documents are dealt first, as *long* ones. The others are *short*, and fill the remaining room. There are
+# as many long documents as documents of more than capacity / SHORT_DIVISOR tokens, or fewer, so that short documents
+# have at least FILLING_SHARE of all tokens.
+SHORT_DIVISOR = 32
+FILLING_SHARE = 1 / 4
+# A document goes to a slot in which capacity / SPARE_DIVISOR tokens stay free. Only the last documents, which find no
+# such slot, use this room, and go to the slot with most of it.
+SPARE_DIVISOR = 32
 NUM_DIVIDED_TOGETHER = (4, 6, 8, 12, 16, 24)  # how many shortest documents of each slot are divided anew, in turn
 NUM_PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
 
@@ -70,7 +77,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
         slot_costs = slot_costs.reshape(accumulation, world_size)
         return float(slot_costs.sum(axis=0).max() if by_rank else slot_costs.max(axis=1).sum())
 
-    unit_costs = units.costs(bins.degree)
+    unit_costs = units.costs(bins.degree)  # FLOPs of each unit, on all ranks of a group together
     pack_costs = np.array([unit_costs[pack].sum() for pack in packs])
     # 1. Order the packs. With the dearest ones first, the packs of a micro-step have similar costs, which is the best
     # order for "micro". For "step", packs are dealt to ranks, and slot i gets pack i // W of rank i % W.
@@ -78,8 +85,9 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     best_time = modelled_time(pack_costs)
     order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
+        # Here packs are dealt as units of one row, to W ranks with room for G packs each.
         packs_of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
-        order = order[np.transpose(packs_of_ranks).ravel()]
+        order = order[np.transpose(packs_of_ranks).ravel()]  # (W, G) -> (G, W), the order of slots
     time = modelled_time(pack_costs[order])
     if time < best_time:
         best_order = order
@@ -103,7 +111,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     is_faster = modelled_time(dealt_costs[order]) < best_time
     if is_faster and all(map(len, dealt)):  # no slot is left without a document
         dealt_packs = [members[dealt[i]] for i in order]
-        if bins.fits(dealt_packs, units):
+        if bins.fits(dealt_packs, units):  # no pack is above the capacity
             return dealt_packs
     return [packs[i] for i in best_order]
 
@@ -174,9 +182,10 @@ def deal_documents(
 ) -> list[Int64Array]:
     """Deal documents to the slots of a step by cost.
 
-    A micro-step takes as long as its dearest slot. If a document has more than an even share of all excess, the other
-    ranks wait for it, and further long documents in the same micro-step take no time. So this micro-step gets as many
-    of them as fit without a slot of more excess. The other documents go where there is least excess.
+    A micro-step takes as long as its dearest slot. If one document has more than an even share of all excess, the other
+    ranks of its micro-step wait for it, so further long documents in their slots take no time. These slots are filled
+    up to the excess of this document. For example, a document of excess 9 shares its micro-step with a slot of 4 + 4.
+    All other documents go where there is least excess.
 
     A *group* is the slots whose costs add up between two waits: one slot or, with `by_rank`, all slots of a rank.
 
@@ -220,7 +229,8 @@ def deal_documents(
     while not by_rank and len(open_groups) > world_size and long:
         if excess[long[0]] * len(open_groups) <= excess[long].sum():  # the dearest has at most an even share
             break
-        long = slots.deal_to_groups(long, open_groups[:world_size], limit=excess[long[0]])
+        slots_of_micro_step = open_groups[:world_size]  # without `by_rank`, each group is one slot
+        long = slots.deal_to_groups(long, slots_of_micro_step, limit=excess[long[0]])
         open_groups = open_groups[world_size:]
     slots.deal_to_groups(long, open_groups)
     # 4. Deal the short documents: first where one or two of them fill a slot, then to slots that end before the dearest
@@ -228,6 +238,7 @@ def deal_documents(
     short = slots.fill_slots_exactly(short)
     if has_room and not by_rank:
         loads = np.array([excess[documents].sum() for documents in slots.documents])
+        # The caller will order the packs dearest first, so slots of similar load become one micro-step.
         for micro_step in np.argsort(-loads, kind="stable").reshape(-1, world_size).tolist():
             short = slots.deal_to_groups(short, [[slot] for slot in micro_step], limit=loads[micro_step[0]])
     slots.deal_to_groups(short, groups)
@@ -286,10 +297,11 @@ class _Slots:
             limit and no group has room.
         """
         not_dealt: list[int] = []
-        # Heap of (load, group); the load of a group is the cost of its documents.
+        # Each group is in one of two heaps: in `heap`, least load first, or in `full`, most room first.
+        # `heap` has (load, group); the load of a group is the cost of its documents.
         heap = [(sum([self.costs[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
         heapq.heapify(heap)
-        # Heap of (-room, load, group): groups without room for the last document. They come back for shorter documents.
+        # `full` has (-room, load, group): groups without room for an earlier document. They come back for shorter ones.
         full: list[tuple[int, float, list[int]]] = []
         for document in documents:
             wanted_room = min(self.lengths[document] + self.spare, self.capacity)
@@ -321,7 +333,7 @@ class _Slots:
             The documents that are not used, in the same order.
         """
         longest = max([self.lengths[document] for document in short], default=0)
-        waiting = WaitingDocuments(longest)  # it finds documents by their lengths
+        waiting = WaitingDocuments(longest)  # documents by length; `exact_fill` finds one or two that sum to a room
         unused = dict.fromkeys(short)
         for document in short:
             waiting.add(document, self.lengths[document])
@@ -366,8 +378,8 @@ class _Slots:
         for num_divided in NUM_DIVIDED_TOGETHER:
             pools = [self.documents[either][-num_divided:] for either in (slot, partner)]
             slot_lengths, partner_lengths = ([self.lengths[d] for d in pool] for pool in pools)
-            # With `low` to `high` tokens for `slot`, neither slot is above its capacity. If no number of tokens does
-            # this, `slot` must at least lose a token.
+            # With `low` to `high` tokens for `slot`, neither slot is above its capacity. If both together have too
+            # many tokens, there is no such number (low > high). Then `slot` must at least lose a token.
             low = sum(slot_lengths) - self.room[partner]
             high = sum(slot_lengths) + self.room[slot]
             if low > high:

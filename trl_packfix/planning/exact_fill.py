@@ -342,10 +342,11 @@ def pack_in_windows(arriving: Int64Array, capacity: int, window: int) -> Packs:
         waiting = np.concatenate([waiting, np.arange(num_arrived, num_arrived + num_new)])
         num_arrived += num_new
         members, sizes = best_fit_decreasing(arriving[waiting], capacity)
-        members, sizes = by_earliest(waiting[members], sizes)
+        members, sizes = by_earliest(waiting[members], sizes)  # packs in the order of their oldest documents
         if num_arrived < len(arriving):
             starts = np.cumsum(sizes) - sizes
             tokens = np.add.reduceat(arriving[members], starts)
+            # A pack is due if its oldest document has waited for two windows.
             is_due = np.minimum.reduceat(members, starts) < num_arrived - 2 * window
             # Packs that are due come first, then the fullest ones.
             ranked = np.lexsort((-tokens, ~is_due))

@@ -90,6 +90,8 @@ class Packing:
     """
 
     max_length: int  # most tokens of a document
+    # How the documents of a pack are chosen, a key of `STRATEGIES`. "stream" fills packs from a bounded buffer, and is
+    # the default for tables, too
     strategy: Strategy = field(default="stream", metadata=_metadata(config_name="packing_strategy"))
     overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
@@ -129,6 +131,7 @@ class Packing:
     )
     # The degrees that a step may use. If it is given as (), it becomes all possible ones.
     degrees: tuple[int, ...] = field(default=(), metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
+    # How fast devices compute and exchange tokens, to choose degrees; None for the speeds of an H100
     speeds: Speeds | None = field(
         default=None,
         metadata=_metadata(config_name="exchange_speeds", on_restart=OnRestart.CONTINUE, decides_packs=False),
@@ -171,7 +174,10 @@ class Packing:
 
     @cached_property
     def feature(self) -> Feature:
-        """The hooks of the feature that the fields switch on, see `trl_packfix/feature.py`."""
+        """The feature that the fields switch on, such as shared prefixes; a plain `Feature` changes nothing.
+
+        Planning calls its methods where a run with the feature differs (`trl_packfix/feature.py`).
+        """
         return features_of(self)
 
     @property
@@ -243,7 +249,9 @@ class Packing:
         rng = self.make_rng(epoch)
         if self.traits.plan is None:
             assert block is not None, "documents are not cut into blocks"
+            # A pack has `batch_size` blocks.
             return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=rng)
+        # `visiting_order` may change the random order, to keep copies of a document apart.
         order = np.arange(len(rows)) if rng is None else units.visiting_order(rng.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=rng)
 
@@ -329,7 +337,8 @@ class Packing:
             for setting in fields(self)
             if result == "schedule" or _info_of(setting).decides_packs
         }
-        # Of the field of a feature, plans depend only on whether units are other than documents.
+        # A plan depends on the field of a feature only by whether units are other than documents. So a plan made with
+        # `share_prefixes="off"` is also valid for "pack", but not for "family".
         for name, feature_field in FIELDS.items():
             values[name] = getattr(self, name) in feature_field.regrouping
         return hashlib.sha256(repr(values).encode()).hexdigest()
@@ -376,7 +385,10 @@ def describe_changes(changed: ChangedSettings) -> str:
 
 
 def _shorten_hash(value: object) -> str:
-    """Return the first digits of a SHA-256 in hexadecimal, and any other value as Python writes it."""
+    """Return the first digits of a SHA-256 in hexadecimal, and any other value as Python writes it.
+
+    The fingerprint of the documents, which a restart compares like a setting, is such a hash.
+    """
     if isinstance(value, str) and len(value) == 64:
         return f"{value[:8]}..."
     return repr(value)

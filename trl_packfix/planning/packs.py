@@ -106,7 +106,7 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     lengths = validate_lengths(lengths, capacity)
     members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
-        members, sizes = by_earliest(members, sizes)
+        members, sizes = by_earliest(members, sizes)  # packs in the order of the smallest document number in each
     return _make_plan(members, sizes, lengths, capacity=capacity)
 
 
@@ -150,7 +150,7 @@ def plan_stream(
         elif not has_packed_all:
             packs = None
     members, sizes = packs or pack_with_buffer(arriving, capacity, buffer_size)
-    if rng is not None:
+    if rng is not None:  # put the packs in random order
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
     return _make_plan(order[members], sizes, lengths, capacity=capacity)
 
@@ -170,7 +170,7 @@ def plan_blocks(
     """
     members = np.arange(len(block))
     _, sizes = np.unique(block, return_counts=True)
-    if rng is not None:
+    if rng is not None:  # put the blocks in random order
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
     sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), batch_size))
     return _make_plan(members, sizes, lengths, capacity=capacity)

@@ -1,9 +1,10 @@
 """Deal packs to optimizer steps, micro-batches and ranks: a schedule.
 
 `Packing` calls this module with the packs of `packs.py`, or, for a strategy that keeps the steps of unpacked training,
-with the units of each step. A *unit* is what planning packs: a document, or documents that are planned as one. Where
-ranks share packs, `degrees.py` makes the schedule instead. `data/epochs.py` replaces the units of the schedule by
-documents, and the loader of each rank reads its micro-batches from it.
+with the units of each step. A *unit* is what planning packs: a document, or documents that are planned as one. Its
+*rows* are its tokens, shared ones counted once. Where ranks share packs, `degrees.py` makes the schedule instead.
+`data/epochs.py` replaces the units of the schedule by documents, and the loader of each rank reads its micro-batches
+from it.
 
 A *slot* is one micro-batch of one optimizer step on one rank, and holds at most one pack. A *micro-step* is the
 micro-batches of the same number on all ranks. A schedule has (steps, accumulation, world_size) slots, and every
@@ -144,9 +145,9 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     [[[0, 1]], [[2]]]
     """
     steps = packs_of_steps(plan, units.rows, num_steps, bins=bins)
-    if bins.evens_targets:
+    if bins.evens_targets:  # packs should have even numbers of trained tokens
         steps = (even_targets(step, units, len(step), bins=bins) for step in steps)
-    elif bins.balance == "step":
+    elif bins.balance == "step":  # the ranks of a step should finish together
         steps = (balance_packs(step, units, bins) for step in steps)
     no_units = np.zeros(0, np.int64)
     return _make_schedule((step + [no_units] * (bins.num_slots - len(step)) for step in steps), bins)
@@ -183,12 +184,11 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     The units of a step fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G
     micro-batches of a step, so each micro-batch that would be empty gets one short unit. This is the online minibatch
     packing of arXiv 2407.09105. If packs should have even numbers of trained tokens (`evens_targets`), the units fill
-    as many micro-batches as in the unpacked run.
+    as many micro-batches as in the unpacked run, because the user's loss may be a mean per micro-batch.
 
-    The units always fit. A step of S' = G * W slots has at most S' * B documents, where B is the batch size of the
-    unpacked run, each of at most `capacity / B` tokens. If units have several documents, each document of a
-    unit but the first adds at most `capacity / B / 2` rows, so k documents have at most (k + 1) / 2 * capacity / B
-    rows.
+    The units always fit. Let B be the batch size of the unpacked run. A step of S' = G * W slots has at most S' * B
+    documents, and each has at most `capacity / B` tokens. In a unit of several documents, every document after the
+    first shares at least half of its rows, so a unit of k documents has at most (k + 1) / 2 * capacity / B rows.
 
     Args:
         units: all units of the epoch.
@@ -212,8 +212,9 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
             packs = even_targets(packs, units, num_filled, bins=bins)
             return packs + [members[:0]] * (bins.num_slots - len(packs))
-        if bins.balance == "step":  # in the micro-batches that are filled
-            packs = balance_packs(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
+        if bins.balance == "step":
+            filled_micro_batches = len(packs) // bins.world_size
+            packs = balance_packs(packs, units, replace(bins, accumulation=filled_micro_batches))
         return _fill_empty_packs(packs, units.rows, bins.num_slots)
 
     steps = (packs_of_step(order[start:stop]) for start, stop in pairwise(bounds.tolist()))
@@ -233,15 +234,16 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     """
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
-    plan = plan_bfd(rows, bins.capacity, None)
+    plan = plan_bfd(rows, bins.capacity, rng=None)  # best-fit decreasing; the order of the packs is not drawn
     # The units need at most S' packs, since all packs but the last have at least B documents. (`schedule_steps` defines
     # B and S', and bounds the rows of a unit.) A pack of m >= B units has at least m documents. A pack of m < B units
     # had no room for the unit that opened the last pack, which is no longer than any of the m. So it has more than
     # m / (m + 1) * capacity rows, and more than 2 m B / (m + 1) - m >= B - 1 documents.
     assert plan.num_packs <= bins.num_slots
     num = -(-plan.num_packs // bins.world_size) * bins.world_size
+    # The costs are the rows, too: the longest unit first, each into the pack with the fewest rows.
     even_packs = [longest_first[pack] for pack in least_loaded(rows, rows, num, capacity=bins.capacity)]
-    if bins.fits(even_packs, units):
+    if bins.fits(even_packs, units):  # no pack is above the capacity
         return even_packs
     packs = np.split(longest_first[plan.order], plan.offsets[1:-1])
     return packs + [members[:0]] * (num - plan.num_packs)
@@ -269,9 +271,9 @@ def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num: int) -> li
 def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
     """Halve the packs with the most rows until there are `num` packs, or no pack has two units.
 
-    Only packs of several units can be halved, so halves hold short units. They should not come together in the epoch.
-    So both halves take the place of their pack, and of packs with equal rows, the one that is halved first is the one
-    whose first unit has the smallest number.
+    Only packs of several units can be halved, so halves hold short units. Halves of different packs should not come
+    together in the epoch. So both halves take the place of their pack. Of packs with equal rows, the pack whose first
+    unit has the smallest number is halved first.
 
     Args:
         packs: numbers of the units in each pack.

@@ -19,8 +19,8 @@ import numpy as np
 from .arrays import Float64Array, Int64Array
 from .costs import CostModel
 
-Balance = Literal["step", "none"]
-Synchronisation = Literal["micro", "step"]
+Balance = Literal["step", "none"]  # values of `Bins.balance`
+Synchronisation = Literal["micro", "step"]  # values of `Bins.synchronisation`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,8 @@ class Units:
     def costs(self, degree: int = 1) -> Float64Array:
         """Return the FLOPs of each unit on all `degree` ranks of a group together, shape (U,)."""
         if degree not in self._costs:
-            self._costs[degree] = self._language_costs(self.cost_model.shared_by(degree)) + self.image_costs
+            cost_model = self.cost_model.shared_by(degree)  # counts heads that do not divide evenly by the degree
+            self._costs[degree] = self._language_costs(cost_model) + self.image_costs
         return self._costs[degree]
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
