@@ -139,7 +139,7 @@ def make_forecasts(
                 continue
             seconds = flops / (tflops * 1e12 * world_size)  # if no rank waited or communicated
             seconds *= report.imbalance
-            seconds /= 1 - (report.groups.exchange_share or 0)
+            seconds /= 1 - (report.rank_section.exchange_share or 0)
             tokens = report.num_tokens - report.tokens_not_reached
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
@@ -188,7 +188,7 @@ def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tu
     reasons = [
         f"max_length {report.max_length:,} {loss}.",
         _describe_time(by_ranks),
-        f"It needs memory for {report.groups.memory_text(report.max_length)}.",
+        f"It needs memory for {report.rank_section.memory_text(report.max_length)}.",
     ]
 
     # 3. Compare it with the next lengths.
@@ -218,7 +218,7 @@ def _describe_time(forecasts: list[Forecast]) -> str:
     widest = forecasts[-1].report
     if widest.world_size > 1:
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
-        text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange_text}"
+        text += f"; on {widest.world_size:,} ranks {waiting}{widest.rank_section.exchange_text}"
     return f"{text}."
 
 
@@ -389,7 +389,7 @@ def _show_forecasts(console: Console, plans: list[Forecast], balance: Balance) -
     if first.images is not None:
         console.print(f"images   {first.images.line()} (in the first line of the table)")
     steps = f"accumulation {first.accumulation}, balance {balance!r}"
-    console.print(f"micro-batches of {first.groups.per_rank_text()}, {steps}")
+    console.print(f"micro-batches of {first.rank_section.per_rank_text()}, {steps}")
     values = {
         column: [column.value(plan.report) for plan in plans] for column in (*KEY_COLUMNS, *COLUMNS) if column.heading
     }

@@ -4,8 +4,8 @@ In come the planner and the reader of a table, or a packed stream (`data/`). Out
 for the trainer (`training/loading.py`), its callbacks and the command line.
 
 A *document* is one training example, and a *unit* is what planning packs as one thing: a document, or a family of
-documents that begin alike. The *unpacked run* is the training that TRL would do with the same settings and without
-packing.
+documents that begin alike. A *section* of a report is an object with numbers on one topic, or None where the topic does
+not apply. The *unpacked run* is the training that TRL would do with the same settings and without packing.
 """
 
 from dataclasses import replace
@@ -47,17 +47,20 @@ def make_report(
     packing = planner.packing
     documents = planner.documents
     lengths = documents.lengths
-    schedule = planner.schedule(0)
+    schedule = planner.schedule(0)  # the documents of each micro-batch of the first epoch
     units = planner.units()
     plan = planner.first_plan  # None for a strategy that keeps the steps of the unpacked run
     # The schedule is made of documents. Costs are known for units.
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
     unit_schedule = replace(schedule, order=order, offsets=offsets)
-    shared = SharedPacks.of_table(planner, unit_schedule)
-    # Ranks that share packs wait for each other in every layer.
+    shared = SharedPacks.of_table(planner, unit_schedule)  # None if every rank has packs of its own
+    # Ranks that share packs wait for each other in every layer. So the imbalance is counted per micro-step, "micro".
     synchronisation = packing.synchronisation if shared is None else "micro"
     packed_rows = reader.seq_lengths()  # None, except for a table that was packed before
-    uncut_lengths = reader.lengths if packed_rows is None else packed_rows[1]
+    if packed_rows is None:
+        uncut_lengths = reader.lengths
+    else:
+        _, uncut_lengths = packed_rows  # the lengths of the documents in its rows
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
     costs = rank_costs(unit_schedule, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
@@ -68,6 +71,7 @@ def make_report(
     num_trained = int(documents.trained.sum())
     unpacked_divisor = num_trained
     if unpacked_counts_first:
+        # The labels of the first tokens that are not -100
         unpacked_divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())
     return PackingReport(
         **{name: getattr(packing, name) for name in COPIED_SETTINGS},
@@ -87,10 +91,10 @@ def make_report(
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(unit_schedule, units.costs(), synchronisation),
-        prefixes=packing.feature.report_section(planner),
+        prefixes=packing.feature.report_section(planner),  # None without shared prefixes
         shared=shared,
-        images=reader.report_section(planner),
-        turns=reader.turns,
+        images=reader.report_section(planner),  # None without images
+        turns=reader.turns,  # None if rows are not divided into turns
         ledger=documents.ledger,
         newer_libraries=libraries_newer_than_tested(),
         lengths=LengthHistogram.from_lengths(uncut_lengths),
@@ -126,7 +130,7 @@ def make_stream_report(
         efficiency=counts.tokens / (counts.packs * packing.capacity) if counts.packs else None,
         num_steps=max_steps,
         shared=SharedPacks.of_stream(stream, micro_steps or {}),
-        images=stream.rows.report_section(stream, counts),
+        images=stream.rows.report_section(stream, counts),  # None without images
         ledger=counts.ledger,
         newer_libraries=libraries_newer_than_tested(),
     )
@@ -141,7 +145,8 @@ def _count_fills(schedule: Schedule, units: Units, planner: EpochPlanner) -> lis
         planner: the planner that made both.
     """
     degrees = schedule.degrees[:, None]  # number of ranks that share each pack
-    fills = schedule.slot_sums(units.rows) / (planner.packing.parallel.tokens_per_rank * degrees)
+    rows = schedule.slot_sums(units.rows)  # rows of the pack in each slot, (micro-steps, ranks)
+    fills = rows / (planner.packing.parallel.tokens_per_rank * degrees)
     is_first_of_group = np.arange(schedule.world_size) % degrees == 0  # the slot of this rank has the pack
     bins = (NUM_FILLS * fills[is_first_of_group]).astype(int).clip(max=NUM_FILLS - 1)
     return np.bincount(bins, minlength=NUM_FILLS).tolist()

@@ -4,7 +4,8 @@
 model card. A section of the report that may be absent (images, turns, ...) has a method `line` that returns its text; a
 line that needs several sections is made here.
 
-The *unpacked run* is the training that TRL would do with the same settings and without packing.
+A *pack* is several documents in one row. A *trained* token counts in the loss. The
+*unpacked run* is the training that TRL would do with the same settings and without packing.
 """
 
 from typing import Any
@@ -54,13 +55,14 @@ def _packs_lines(report: PackingNumbers) -> Lines:
 
 def _stream_packs_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on packs, steps and ranks of a stream."""
-    yield "micro-batch", report.groups.capacity_text(report.max_length)
-    packs_per_step = report.accumulation * report.world_size // report.groups.smallest_degree
+    # `rank_section`: texts on how ranks share packs, or on packs of their own
+    yield "micro-batch", report.rank_section.capacity_text(report.max_length)
+    packs_per_step = report.accumulation * report.world_size // report.rank_section.smallest_degree
     step = f"accumulation {report.accumulation}, ranks {report.world_size}"
     yield "steps", f"{report.num_steps:,} (max_steps), packs in each: {packs_per_step} ({step})"
     if report.num_packs:
         yield from _section_line("sequence parallelism", report.shared)
-        read = report.ledger.given
+        read = report.ledger.given  # counts of all documents that were read
         yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
         tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
         yield "trained", f"{report.num_documents:,} documents, {tokens} in {report.num_packs:,} packs"
@@ -69,7 +71,7 @@ def _stream_packs_lines(report: PackingNumbers) -> Lines:
 
 def _table_packs_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on packs, steps and ranks of a table."""
-    capacity = report.groups.capacity_text(report.max_length)
+    capacity = report.rank_section.capacity_text(report.max_length)
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
     yield "micro-batch", f"{capacity}, {filled}; unpacked: {report.padding_efficiency:.2%}"
     documents = report.unpacked_documents
@@ -82,7 +84,7 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
         f"{steps} of about {report.documents_per_step:,.1f} documents (accumulation "
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {unpacked_steps}",
     )
-    step_size_settings = report.groups.step_size_settings
+    step_size_settings = report.rank_section.step_size_settings  # names of settings that enlarge a step
     yield from _section_line("common prefixes", report.prefixes, report.num_documents, documents, step_size_settings)
     yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
@@ -92,7 +94,7 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
         )
     assert report.imbalance is not None, "the imbalance of a table is known"
     image_imbalances = "" if report.images is None else report.images.imbalances_text
-    yield from report.groups.lines(report.world_size, report.imbalance, image_imbalances)
+    yield from report.rank_section.lines(report.world_size, report.imbalance, image_imbalances)
 
 
 def _unpacked_text(report: PackingNumbers) -> str:
@@ -111,7 +113,7 @@ def _unpacked_text(report: PackingNumbers) -> str:
         return f"about {documents:,} documents per step, too: no setting has to change"
     independent_ratio = ratio
     independent_text = ""
-    alternative = report.groups.alternative_text
+    alternative = report.rank_section.alternative_text
     independent = None if report.prefixes is None else report.prefixes.independent_documents(documents)
     if independent is not None:
         per_step, independent_text, alternative = independent
@@ -122,7 +124,7 @@ def _unpacked_text(report: PackingNumbers) -> str:
 
 def _cuts_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on documents that are cut, dropped or not reached."""
-    ledger = report.ledger
+    ledger = report.ledger  # counts of documents and tokens by what was done with them
     truncated = ledger.truncated
     if truncated.documents:
         tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
@@ -150,8 +152,8 @@ def _model_lines(report: PackingNumbers) -> Lines:
     if report.memory is not None:
         yield "memory", report.memory
     if report.isolation is not None:
-        isolation = report.isolation
-        if isolation.repaired:
+        isolation = report.isolation  # result of the test that documents of a pack do not change each other
+        if isolation.repaired:  # modules that now get one document per row
             repairs = "; ".join(str(repair) for repair in isolation.repaired)
             yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
         if isolation.passed:

@@ -2,7 +2,8 @@
 
 `build.py` computes them. `lines.py` and `pictures.py` read them, and `PackingReport` (`report.py`) adds the ways to
 show them. A *pack* is the documents that pass through the model together. A *trained* token counts in the loss. The
-*unpacked run* is the training that TRL would do with the same settings and without packing.
+*unpacked run* is the training that TRL would do with the same settings and without packing. A *section* of the report
+is an object with numbers on one topic, and a method that returns its line.
 """
 
 from collections.abc import Mapping
@@ -30,54 +31,62 @@ class PlanSample:
     """Packs and costs from the beginning of the first epoch, which pictures show."""
 
     packs: list[ShownPack]  # without their tokens
-    costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps, on each rank
-    fills: list[int]  # number of micro-batches of the epoch by fill, from empty to full
+    # Modelled FLOPs of each of the first micro-steps (the micro-batches of one number on all ranks), on each rank
+    costs: list[list[float]]
+    # Number of micro-batches of the epoch in each of equal ranges of tokens / capacity, from 0 to 1
+    fills: list[int]
 
 
 @dataclass(frozen=True)
 class PackingNumbers:
-    """What packing did with the training set. `PackingReport` (`report.py`) explains the fields; None is not known."""
+    """What packing did with the training set. None means that a number is not known, or a section does not apply."""
 
-    strategy: Strategy
-    overlong: str
-    max_length: int
-    batch_size: int
-    accumulation: int
-    world_size: int
-    capacity: int
+    # Settings of the run
+    strategy: Strategy  # how the documents of a pack are chosen
+    overlong: str  # what happens to documents above `max_length`: "truncate", "split", "drop" or "raise"
+    max_length: int  # most tokens of a document
+    batch_size: int  # documents of a micro-batch in the unpacked run
+    accumulation: int  # micro-batches of an optimizer step on one rank
+    world_size: int  # number of ranks
+    capacity: int  # most tokens of a pack
+    # Counts of an epoch; for a stream, of the documents read so far
     num_documents: int
     num_tokens: int
     num_trained_tokens: int
-    num_packs: int | None
-    efficiency: float | None
-    num_steps: int
-    ledger: Ledger
-    num_rows: int | None = None
-    max_steps: int | None = None
-    lower_bound: int | None = None
-    padding_efficiency: float | None = None
-    documents_per_step: float | None = None
+    num_packs: int | None  # None for a strategy that keeps the steps of the unpacked run
+    efficiency: float | None  # tokens / (packs x capacity)
+    num_steps: int  # optimizer steps of an epoch; for a stream, of the run
+    ledger: Ledger  # documents and tokens of the dataset that are kept, truncated, split, or dropped
+    num_rows: int | None = None  # rows of the dataset; None for a stream
+    max_steps: int | None = None  # optimizer steps of a run on a table, if the setting is set
+    lower_bound: int | None = None  # number of packs that every plan needs at least
+    padding_efficiency: float | None = None  # tokens / (tokens and padding) of batches in the unpacked run
+    documents_per_step: float | None = None  # mean of the epoch
+    # What the first epoch leaves out with `dataloader_drop_last`; not counted in the ledger
     documents_not_reached: int = 0
     tokens_not_reached: int = 0
     trained_tokens_not_reached: int = 0
-    most_documents: int | None = None
+    most_documents: int | None = None  # the most documents in one micro-batch of the first epoch
+    # Loss of the unpacked run / loss of the packed one. Below 1 if TRL's mean also counts first tokens
     unpacked_loss: float = 1.0
-    imbalance: float | None = None
-    shared: SharedPacks | None = None
-    prefixes: FeatureSection | None = None
+    imbalance: float | None = None  # modelled time of the first epoch / modelled time if ranks never waited
+    # Sections
+    shared: SharedPacks | None = None  # how ranks share packs, with sequence parallelism
+    prefixes: FeatureSection | None = None  # what shared prefixes save
     images: ContentSection | None = None
-    turns: PerTurnCounts | None = None
-    trained: TrainedSummary | None = None
-    data: DataReport | None = None
-    lengths: LengthHistogram | None = None
+    turns: PerTurnCounts | None = None  # with `per_turn`, the conversations and turns of which rows are made
+    trained: TrainedSummary | None = None  # which tokens are trained, and by which setting
+    data: DataReport | None = None  # whether the tokens hold all texts of the rows, once
+    lengths: LengthHistogram | None = None  # lengths of documents before they are cut; None for a stream
+    # Texts of lines, which the trainer sets
     model: str | None = None
     attention: str = "not chosen yet"
-    isolation: "IsolationReport | None" = None
+    isolation: "IsolationReport | None" = None  # the proof that documents of a pack do not change each other
     first_step: str | None = None
     compiled: str | None = None
     memory: str | None = None
-    experimental: tuple[str, ...] = ()
-    newer_libraries: tuple[str, ...] = ()
+    experimental: tuple[str, ...] = ()  # settings with which several GPUs have not been tested
+    newer_libraries: tuple[str, ...] = ()  # installed libraries above the versions with which the package was tested
     sample: PlanSample | None = field(default=None, repr=False)
 
     @classmethod
@@ -101,7 +110,7 @@ class PackingNumbers:
         )
 
     @property
-    def groups(self) -> SharedPacks | OwnPacks:
+    def rank_section(self) -> SharedPacks | OwnPacks:
         """The section on ranks: how they share packs, or that each has packs of its own."""
         return self.shared or OwnPacks(self.capacity, self.batch_size)
 
@@ -129,8 +138,8 @@ class PackingNumbers:
     def lost_trained_share(self) -> float | None:
         """The share of the dataset's trained tokens that are cut, dropped or not reached; None if there are none."""
         num_lost = self.ledger.lost_trained_tokens + self.trained_tokens_not_reached
-        num_given = self.ledger.given.trained_tokens
-        return num_lost / num_given if num_given else None
+        num_in_dataset = self.ledger.given.trained_tokens
+        return num_lost / num_in_dataset if num_in_dataset else None
 
     @property
     def warning(self) -> str | None:

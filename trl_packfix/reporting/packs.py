@@ -53,9 +53,8 @@ class ShownDocument:
     num_images: int | None = None  # None if the table has no images
     # Texts of the row that have no tokens, found by `cli/data.py`: (number of tokens before the text's place, text)
     left_out: tuple[tuple[int, str], ...] = ()
-    uncut_length: int | None = (
-        None  # number of tokens before the document was cut; None in a table whose rows are packs
-    )
+    # Number of tokens before the document was cut; None in a table whose rows are packs
+    uncut_length: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -165,6 +164,7 @@ def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_P
     most expensive packs.
     """
     # A slot is the place of one pack: a micro-batch on a rank. With sequence parallelism some slots are empty.
+    # `offsets[slot]` is where the documents of a slot begin.
     slots = np.flatnonzero(np.diff(planner.schedule(0).offsets))
     num_of_first_step = int(np.searchsorted(slots, planner.packing.accumulation * planner.packing.world_size))
     slots = slots[: max(num_packs, num_of_first_step)]
@@ -175,9 +175,9 @@ def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_P
 
 def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack:
     """Read the pack of one slot of the first epoch."""
-    packing = planner.packing
+    packing = planner.packing  # the settings
     schedule = planner.schedule(0)
-    documents = planner.documents
+    documents = planner.documents  # spans of rows of the table: `row`, `start` and `stop`
     # 1. Read the documents, and collate them as in training.
     numbers = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
     spans = [column[numbers].tolist() for column in (documents.row, documents.start, documents.stop)]
@@ -185,9 +185,11 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     cu_seq_lens = None
     cu_seq_lens_k = []
     shared = [0] * len(rows)
+    # The collator of training. Images are compared by the numbers that `reader.compare` returns.
     collator = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
     if collator.shares:  # with shared prefixes, documents may share rows
         training_batch = collator(rows)
+        # Documents sorted by their tokens, and how many rows each shares with the one before it
         order, shared_in_order, _ = collator.order_documents(rows)
         if any(shared_in_order):
             shared = shared_in_order

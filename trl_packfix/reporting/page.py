@@ -120,7 +120,7 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
 def _lost_text(values: Values) -> str:
     """Return how many trained tokens of the data were not trained, and why."""
     numbers = PackingNumbers.from_saved(values)
-    ledger = numbers.ledger
+    ledger = numbers.ledger  # counts of documents and tokens by what was done with them
     counts = {"truncated": ledger.truncated, "split": ledger.split}
     counts |= {f"dropped ({reason})": count for reason, count in ledger.dropped.items()}
     causes = [f"{count.documents:,} {name}" for name, count in counts.items() if count.documents]
@@ -192,7 +192,7 @@ def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
         draw = partial(draw_lengths, report=numbers, histogram=numbers.lengths)
         panels.append(("lengths", "Documents by length, before they are cut", draw))
     if numbers.sample is not None:
-        draw = partial(_draw_fills, counts=numbers.sample.fills)
+        draw = partial(_draw_fills, counts=numbers.sample.fills)  # micro-batches in equal ranges of fill
         panels.append(("fill", "Micro-batches of the first epoch by the share of their capacity that is filled", draw))
         draw = partial(draw_costs, report=numbers, sample=numbers.sample)
         panels.append(("waiting", "Modelled cost of the first micro-steps on each rank", draw))

@@ -101,6 +101,7 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
             length = document.num_rows
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
             axes.broken_barh([(first_row, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
+            # `own_spans`: the tokens that this document does not share, by whether they are trained
             spans = [(first_row + first, end - first) for trained, first, end in document.own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED_SHARE * widest:
@@ -111,14 +112,14 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
         axes.vlines(first_row, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
         empty_span = (first_row, pack.capacity - first_row)
         axes.broken_barh([empty_span], (y - 0.4, 0.8), hatch="////", **EMPTY_STYLE)
-        for rank_rows in pack.ranks():
+        for rank_rows in pack.ranks():  # [] if one rank has the pack alone
             first, end = rank_rows["tokens"]
             axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
             if end - first > 2 * MIN_NUMBERED_SHARE * widest:
                 label = f"rank {rank_rows['rank']}"
                 axes.text((first + end) / 2, y + 0.5, label, ha="center", va="center", fontsize=6, color=INK)
-    label = report.groups.axis_label()
-    if any(pack.cu_seq_lens_k for pack in sample.packs):
+    label = report.rank_section.axis_label()
+    if any(pack.cu_seq_lens_k for pack in sample.packs):  # documents share rows
         label = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
     axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=label)
     axes.set_yticks(range(len(sample.packs)), [pack.place for pack in sample.packs])
@@ -262,7 +263,7 @@ def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogra
 
 def draw_costs(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
     """Draw a bar of modelled cost for each micro-step and rank, and above it the time that the rank waits."""
-    costs = np.array(sample.costs)
+    costs = np.array(sample.costs)  # modelled FLOPs, (micro-steps, ranks)
     costs = costs / costs.mean()
     num_micro_steps, num_ranks = costs.shape
     width = 0.84 / num_ranks

@@ -102,9 +102,9 @@ class SharedPacks:
         if planner.packing.tokens_per_rank is None:
             return None
         units = planner.units()
-        parallel = planner.packing.parallel
-        seconds, exchange = modelled_time(schedule, units, parallel)
-        pack_rows = schedule.slot_sums(units.rows)
+        parallel = planner.packing.parallel  # the degrees that may be chosen, and the speeds of devices and links
+        seconds, exchange = modelled_time(schedule, units, parallel)  # of each micro-step
+        pack_rows = schedule.slot_sums(units.rows)  # rows of the pack in each slot, (micro-steps, ranks)
         degrees, counts = np.unique(schedule.degrees, return_counts=True)
         return cls(
             tokens_per_rank=parallel.tokens_per_rank,

@@ -37,7 +37,8 @@ def draw_plan(report: PackingNumbers, width: int) -> Text:
     for pack in packs:
         text.append(f"{pack.place:<{label_width}}")
         text.append(_strip(pack, round(bar_width * pack.capacity / widest)))
-        text.append(f" {pack.cu_seq_lens[-1] / pack.capacity:>4.0%}\n")
+        num_rows = pack.cu_seq_lens[-1]
+        text.append(f" {num_rows / pack.capacity:>4.0%}\n")
 
     text.append("\nlengths in tokens, and number of documents\n", "bold")
     edges = report.lengths.edges
@@ -84,6 +85,6 @@ def _strip(pack: ShownPack, width: int) -> Text:
 def _is_trained(document: ShownDocument) -> np.ndarray:
     """Return whether each row of a document is trained, shape (rows,)."""
     is_trained = np.zeros(document.num_rows, dtype=bool)
-    for trained, first, end in document.own_spans:
+    for trained, first, end in document.own_spans:  # the tokens that are not shared, counted from the first of them
         is_trained[first:end] = trained
     return is_trained
