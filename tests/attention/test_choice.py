@@ -189,7 +189,7 @@ def test_cuda_varlen_problem(built, capability, hip, problem, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    found = flash._environment_problem.__wrapped__()
+    found = flash._find_varlen_problem.__wrapped__()
     assert found is None if problem is None else problem in found
 
 

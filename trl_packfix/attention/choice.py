@@ -46,7 +46,7 @@ class AttentionChoice:
     Attributes:
         name: the implementation, as in `config._attn_implementation`.
         is_flash: whether it runs on flash kernels.
-        previous: the implementation that the model has now.
+        previous: the implementation that the model has before this one is set.
         reason: why this implementation was chosen, for the report.
     """
 
@@ -72,9 +72,9 @@ def choose_attention(
         dtype: the dtype of the queries in the kernel. With autocast, or an engine such as DeepSpeed, it may differ from
             the dtype of the weights. None: the dtype of the weights.
         device_type: the device on which the model will train; None: the device of the model.
-        refusals: by implementation that cannot compute this model, the reason.
-        needs_varlen: what every flash attention of the user lacks for this training, so that it needs packfix_varlen.
-            The text ends a sentence about that attention ("does not exchange tokens between ..."). None: nothing.
+        refusals: implementation that cannot compute this model -> the reason.
+        needs_varlen: why this training needs packfix_varlen: what a flash attention of the user lacks. The text
+            ends a sentence about this attention ("does not exchange tokens between ..."). None: it lacks nothing.
 
     Raises:
         ValueError: no kernel can compute this model. The message says what to change.
@@ -123,7 +123,7 @@ def _apply_precedence(
     refusal = (refusals or {}).get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
         name = default_attention(model) if previous == ATTENTION_NAME else previous
-        name = own_in_packs(model, name)
+        name = own_in_packs(model, name)  # with a mask in every pack, if modules are causal only by the mask
         return AttentionChoice(name, "flash" in name, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
         if previous in ("sdpa", "eager"):
@@ -133,8 +133,9 @@ def _apply_precedence(
                 "than unpacked on a CPU). Set enforce_flash_attention=True for memory linear in T.",
                 stacklevel=2,
             )
-        on_kernel = user_flash or (previous == ATTENTION_NAME and device_type == "cuda")
-        return AttentionChoice(previous, on_kernel, previous, "unchanged: enforce_flash_attention=False")
+        # `packfix_varlen` may have been set before. On CUDA it runs on flash kernels.
+        is_flash = user_flash or (previous == ATTENTION_NAME and device_type == "cuda")
+        return AttentionChoice(previous, is_flash, previous, "unchanged: enforce_flash_attention=False")
     if device_type == "cpu":
         return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
@@ -237,7 +238,8 @@ def _choose_on_cuda(
             "them exactly. Set attn_implementation='flash_attention_4' for a flash attention that supports sinks.",
             stacklevel=3,
         )
-    # 2. flash_attention_2, if flash-attn is installed. `refused` tells which implementations could not be used.
+    # 2. flash_attention_2, if flash-attn is installed. `refused` is a part of the reason: it says which implementations
+    # cannot be used.
     widest = head_dim(config)
     refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
     if needs_varlen is not None and "flash" in previous:
@@ -296,6 +298,7 @@ def _find_kernel_obstacles(config: PreTrainedConfig, widest: int, has_sinks: boo
     for name, rate in dropped_weights(config).items():
         obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
         remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
+    # `wide_kernel`: the kernel of ffpa-attn for wider heads, which has no sinks
     if widest > MAX_CUDA_HEAD_DIM and (has_sinks or wide_kernel() is None):
         obstacles.append(
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"

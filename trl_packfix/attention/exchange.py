@@ -63,7 +63,7 @@ class HeadExchange:
             `keys` have the key heads that the query heads of this rank read. If different numbers of these query heads
             read each key head, a key head is repeated for each query head that reads it.
         """
-        if self.group.is_alone:
+        if self.group.is_alone:  # no other rank shares the pack
             return [*queries, *keys]
         # 1. Split each tensor into the heads of each rank, and send them all in one exchange.
         query_ranges, key_ranges = zip(*self._ranges, strict=True)

@@ -44,12 +44,12 @@ FLASH_TILE = 64
 @torch.compiler.assume_constant_result
 def cuda_varlen_problem() -> str | None:
     """Return why the FlashAttention-2 kernels of torch cannot run in this environment; None if they can."""
-    return _environment_problem()
+    return _find_varlen_problem()
 
 
 @lru_cache(maxsize=1)  # called in every layer
-def _environment_problem() -> str | None:
-    """Compute the result of `cuda_varlen_problem`."""
+def _find_varlen_problem() -> str | None:
+    """Find the result of `cuda_varlen_problem`, once."""
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for ROCm, where its varlen kernels are not tested"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -288,7 +288,8 @@ class FlashCalls:
 
     Attributes:
         calls: the calls, in the order in which they are made.
-        shares_keys: whether several calls may read one key. The gradients of a key are then summed in fp32.
+        shares_keys: whether several calls may read one key, as tiles of a window do. The gradients of a key are then
+            summed in fp32.
     """
 
     calls: list[FlashCall]
@@ -296,8 +297,9 @@ class FlashCalls:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.calls) == 1:
-            # The call has all queries, so its output is returned. Writing it into a tensor, as below, would be wrong in
-            # compiled code: with torch 2.11 the backward reads tensors as they were before they were written in place.
+            # Each query is in a call, so the only call has all of them, and its output is returned. Writing it into a
+            # tensor, as below, would be wrong in compiled code: with torch 2.11 the backward reads tensors as they were
+            # before they were written in place.
             queries, keys, kernel, _ = self.calls[0]
             return kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
         B, H, T, D = query.shape

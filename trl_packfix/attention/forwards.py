@@ -10,6 +10,9 @@ A packed batch is one row of several documents with their boundaries (`cu_seq_le
     4. A hook behind the model leaves the `PackedForward`.
 
 Several guards may be on one model. The first that runs checks a batch, and the others enter its `PackedForward` again.
+
+A *mixer* is a layer that mixes tokens without attention, such as Mamba's. A *repaired module* is a module that mixes
+tokens of different documents, as a test of the model has found, and so runs on rows of one document each.
 """
 
 import inspect
@@ -84,8 +87,8 @@ class ModelHooks(ABC):
     """Base of classes that add hooks to a model. `install()` adds the hooks, and `remove()` removes them.
 
     Attributes:
-        modules_given_packs: modules of the model that the hooks call with packs, although the forward of the model gets
-            no pack. [] for most hooks.
+        modules_given_packs: modules inside the model that get packs while the model itself gets padded rows, because
+            these hooks replace their input. For example, `pack_forward` gives packs to the backbone. [] for most hooks.
     """
 
     modules_given_packs: Sequence[nn.Module] = ()
@@ -118,7 +121,7 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     Returns:
         The installed hooks. Call `remove()` to end the marking.
     """
-    run_hooks_inside_adapters(model)
+    run_hooks_inside_adapters(model)  # peft 0.20 would call `forward` of the model without its hooks
     guard = PackedForwardGuard(base_model(model))
     guard.install()
     return guard
@@ -131,9 +134,11 @@ class PackedForwardGuard(ModelHooks):
         modules_given_packs: see `ModelHooks`, for other hooks on the model.
 
     Attributes:
-        ignores_masks: the value of `PackedForward.ignores_masks` for all packed forwards of the model.
+        ignores_masks: whether attention ignores the masks that the model makes itself in packed forwards. This is set
+            if a test of the model has found that they only repeat the boundaries.
         before_pack: called at the beginning of each packed forward.
-        mixers: the functions with which the model's mixers mix tokens; they are replaced in packed forwards.
+        mixers: the functions with which the model's mixers mix tokens. In packed forwards they are replaced by
+            functions that start anew in each document.
         entered_forward: the running packed forward; None if there is none, or if another guard made it.
     """
 
@@ -179,7 +184,7 @@ class PackedForwardGuard(ModelHooks):
 
     def _enter_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Check the batch and enter its packed forward, if it is packed; return the arguments of the model."""
-        layout = layout_of(kwargs)
+        layout = layout_of(kwargs)  # which document each token belongs to; models do not take it
         kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT_KEY}
         if layout.is_packed:
             self._find_wrappers()
@@ -194,8 +199,8 @@ class PackedForwardGuard(ModelHooks):
                 self.entered_forward = running
             enter_packed_forward(running)
             if running.kv_index is not None:
-                # Documents share prefixes. The boundaries in the batch then separate the ends of documents behind their
-                # prefixes, and a module would take them for boundaries of documents. `packfix_varlen` reads `running`.
+                # Documents share prefixes. For example, documents P C and P D with the prefix P are P C D in the batch,
+                # with boundaries around D. A module would take D for a document. `packfix_varlen` reads `running`.
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         self._is_packed.append(layout.is_packed)
         return args, kwargs
@@ -243,6 +248,7 @@ def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     Otherwise transformers would derive them from `position_ids`, and the host would wait for the device.
     """
     running = running_forward()
+    # In a repaired module each row is one document, so its attention needs no boundaries.
     if running is None or running.in_repaired_module or kwargs.get("cu_seq_lens_q") is not None:
         return None
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
@@ -263,6 +269,8 @@ def _check_packed_batch(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
+    # `attention_fields`: the ranks that share the pack, the planned launches of the kernel, and with shared prefixes
+    # the rows of the keys
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention_fields())
     attention = text_config(model)._attn_implementation
     if layout.shares_rows and attention != ATTENTION_NAME and has_attention(model):

@@ -189,6 +189,8 @@ def attend_by_document(
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     lengths_above_zero = tuple(length for length in lengths if length)
+    # The documents in `rows.padded_batches`, one document per row. `split` cuts a tensor of the pack into the rows of a
+    # batch, and `join` lays the results of all batches end to end again.
     rows = _document_rows(lengths_above_zero, query.device, pads=is_causal)
     has_sdpa_options = options.get("softcap") is None and options.get("sinks") is None
     attend = _sdpa_rows if has_sdpa_options else math_in_tiles
@@ -206,7 +208,7 @@ def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -
 
     `pads` is whether documents of different lengths may share a batch.
     """
-    return DocumentRows(list(lengths), device, sum(lengths), pads=pads)
+    return DocumentRows(list(lengths), device, budget=sum(lengths), pads=pads)
 
 
 def _sdpa_rows(

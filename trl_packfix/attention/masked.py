@@ -20,7 +20,7 @@ MASKED_NAME = "packfix_masked"
 
 def packed_sdpa_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the result of `sdpa_mask`; never None in a packed forward."""
-    if running_forward() is not None:
+    if running_forward() is not None:  # a packed forward is running
         kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **kwargs)
 

@@ -165,7 +165,7 @@ class PackedForward:
             )
         rows = self.document_rows(budget)
         forwards = []
-        for batch in rows.padded_batches:
+        for batch in rows.padded_batches:  # each of `num_rows` rows, as long as the longest document of the batch
             num_rows = batch.num_rows
             longest = batch.longest
             bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
@@ -234,7 +234,7 @@ def enter_packed_forward(running: PackedForward) -> None:
     """Make `running` the packed forward from which modules read their boundaries, until `leave_packed_forward`."""
     this_thread.packed_forwards.append(running)
     if running.mixers is not None:
-        running.mixers.enter()
+        running.mixers.enter()  # replaces the functions of mixers by functions that start anew in each document
 
 
 def leave_packed_forward() -> None:

@@ -1,7 +1,7 @@
 """What the package can do with vision towers, as its wings see them.
 
 A *tower* is a part of a model that reads something else than text, such as images. Packs of text leave towers alone, so
-the core knows nothing of them. `features/images` makes packs with images. It is met through a `TowerSupport` only:
+the core knows nothing of them. `features/images` makes packs with images. Other modules know it as a `TowerSupport`:
 
     forwards.py                  has hooks on towers while a model takes packs
     isolation/packed_model.py    sets the attention of towers, and takes it back where it computes something else
@@ -35,7 +35,11 @@ class TowerSupport:
         return []
 
     def set_attention(self, model: PreTrainedModel, takes: bool) -> None:
-        """Give towers `attention_name`, or with `takes=False` what they had before, where it is not a user's choice."""
+        """Give `attention_name` to the towers of a model whose attention the user has not chosen.
+
+        Args:
+            takes: whether the model takes packs from now on. False gives the towers the attention that they had before.
+        """
 
     def has_attention(self, model: PreTrainedModel) -> bool:
         """Return whether a tower of the model has `attention_name`."""

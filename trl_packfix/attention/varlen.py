@@ -11,17 +11,18 @@ packed call without boundaries, or with a mask, a cache or several rows, raises 
 which `sdpa` does not support, are then computed here.
 
 The boundaries come from the argument `cu_seq_lens_q`, else from the `PackedForward` that is running: hooks on the model
-record it when a forward gets a pack (`packed_forward.py`). Only in one case are they read from `position_ids`: a layer
-passes nothing else to its attention (stablelm), and a checkpointing such as FSDP's recomputes this layer in backward
-without the `PackedForward`.
+record it when a forward gets a pack (`packed_forward.py`). In one case both are missing: some layers pass only
+positions to their attention (stablelm), and some checkpointing, such as FSDP's, recomputes a layer in backward without
+the `PackedForward`. The boundaries are then read from `position_ids`.
 
 Words:
 
     repaired module  a module that lets documents change each other in a pack, as a test of the model has found. It runs
                      on batches of several rows, with one document per row
     part             the tokens of a pack that one rank holds, where several ranks share the pack
-    run              where documents share a prefix, the pack has the prefix once. A run is the rows of a document
+    run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
                      behind its prefix
+    launch           a call of a flash kernel on CUDA, for all documents of the pack or for some of them
     window, chunk    limits of what a query attends to: the last w tokens, or the tokens of its own chunk
     wide heads       heads of more dimensions than FlashAttention-2 supports, 256
 
@@ -91,8 +92,9 @@ class OwnMaskError(ValueError):
     """Raised for a packed forward with a mask that the model made itself, because the kernels support no mask.
 
     Attributes:
-        may_only_hide: whether the mask may only hide keys, as boundaries do: it has at most two values and needs no
-            gradient, or it is a pattern that was not computed (None). A bias, or a mask that is learned, does more.
+        may_only_hide: whether it is possible that the mask only hides keys, as boundaries do. This is so if it has at
+            most two values and needs no gradient. It is also possible for a mask of None, a pattern of the model that
+            was not computed. A bias, or a mask that is learned, does more than hide.
     """
 
     def __init__(self, message: str, mask: Tensor | None):
@@ -200,7 +202,7 @@ def _attend_documents(
     num_tokens = query.shape[2]
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     is_wide = chunk is None and _runs_wide(query, value, options)
-    pack = _pack_of(kwargs, running, num_tokens, stays_on_device=is_flash or is_wide)
+    pack = _pack_of(kwargs, running, num_tokens, stays_on_device=is_flash or is_wide)  # the boundaries of this call
     chunk = only_if_shorter(chunk, pack.max_length_k)  # None if no document is longer than a chunk
     flash_options: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if is_flash:
@@ -409,13 +411,13 @@ def _pack_of(
     call_boundaries: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
     bounds = call_boundaries[0]
     has_all_arguments = all(x is not None for x in call_boundaries)
-    has_enough_arguments = bounds is not None and (has_all_arguments or not stays_on_device)
+    arguments_suffice = bounds is not None and (has_all_arguments or not stays_on_device)
     # 1. The running forward, if it has what the arguments lack. Shared prefixes are never among the arguments.
-    if running is not None and (running.kv_index is not None or not has_enough_arguments):
+    if running is not None and (running.kv_index is not None or not arguments_suffice):
         return running
-    # 2. The running forward, if the arguments repeat its boundaries, and its launches or its lengths on the host are of
-    #    use. For a flash kernel without launches the arguments are better: torch.compile would take the numbers in
-    #    `running` for constants of its graph, and does not do so with arguments.
+    # 2. The running forward, if the arguments repeat its boundaries, and it has more than they have: the planned
+    #    launches of a flash kernel, or lengths that other kernels need on the host. Otherwise the arguments are better:
+    #    torch.compile would take the numbers in `running` for constants of its graph, but not the arguments.
     if running is not None and (running.launches or not stays_on_device) and bounds is running.cu_seq_lens_q:
         return running
     # 3. The positions, in the case that the module's docstring describes. Here the host has to wait for the device.
