@@ -38,7 +38,7 @@ from torch import Tensor
 
 from .group import ALONE, Group
 from .planning.arrays import IGNORE_INDEX as IGNORE_INDEX
-from .planning.arrays import TEXT_KEYS as TEXT_KEYS
+from .planning.arrays import TEXT_KEYS as TEXT_KEYS  # keys of a document of text; imported from here by other modules
 
 LAYOUT_KEY = "layout"  # key of a stored layout in its batch
 
@@ -67,8 +67,10 @@ class Targets:
     Attributes:
         documents: the document of each value that `select` returns, int64, in the shape of these values.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
-        positions: for each of the M targets the row that predicts it, (M,). None if no row predicts tokens of several
-            documents. Then callers use one value per row, which is 0 at rows whose next token is not trained.
+        positions: for each of the M targets the row that predicts it, (M,), if rows may predict tokens of several
+            documents. For example, if row 0 predicts a token of documents 0 and 1, and row 1 one of document 1,
+            `positions` is [0, 0, 1] and `documents` is [0, 1, 1]. None if each row predicts the token of one document.
+            Then a value per row stands for its target, and is 0 at rows whose next token is not trained.
     """
 
     documents: Tensor
@@ -122,9 +124,9 @@ class Layout(ABC):
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether the router loss must weigh rows by `row_counts` and sum over the ranks that share the pack.
+        """Whether the router loss must weigh rows by `row_counts`, and sum over the ranks that share the pack.
 
-        This loss of mixtures of experts balances how many rows each expert gets.
+        The router loss balances the experts of a mixture-of-experts model. It is computed from means over rows.
         """
         return self.shares_rows or not self.group.is_alone
 
@@ -143,7 +145,7 @@ class Layout(ABC):
 
     @abstractmethod
     def row_counts(self, trained: Tensor) -> Tensor:
-        """Return how many times each row of this rank counts in the router loss.
+        """Return how many times each row of this rank counts in the means of the router loss.
 
         A row counts once for each document with a trained token that it belongs to. So rows of padding count 0 times.
 
@@ -166,7 +168,8 @@ class Layout(ABC):
     def predicting_rows(self, document: int) -> Tensor:
         """Return the rows that predict the tokens of a document, on the CPU.
 
-        In every batch but a part, and if every token is trained. In a padded batch, rows are numbered over (B * S).
+        Call it only if every token of the batch is trained, and the batch is not a part. In a padded batch, rows are
+        numbered over (B * S).
         """
 
     def attention_fields(self) -> dict[str, Any]:
@@ -304,8 +307,8 @@ class SharedRowsLayout(Layout):
 
     Attributes:
         kv_index: the rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],).
-        target_rows: for each of the M targets, the row that predicts it, plus 1, (M,). In a whole pack this is the row
-            that has the label of the target in `labels`.
+        target_rows: for each of the M targets, the row after the row that predicts it, (M,). In a whole pack, `labels`
+            has the target there, because models compare each row with the label of the next row.
         target_documents: the document of each target, (M,).
         num_documents: for each row, the number of documents with a trained token to which it belongs, (T,), or (T / s,)
             in a part.
