@@ -48,11 +48,11 @@ class Feature:
     copies_text: ClassVar[str] = ""
     copied_bytes: int = 0  # the most bytes that attention on a device copies for the feature
     settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that switch it on, with their values
-    needs_lookup: bool = False  # whether attention looks up the keys of documents, which only `packfix_varlen` does
+    needs_lookup: bool = False  # whether attention looks up the keys of documents, as only this package's does
 
     @property
     def plain(self) -> "Feature":
-        """The feature that all packs have, also those without this one, which is combined with it; proved first."""
+        """The feature of all packs of the run, such as images, with which this one is combined. It is tested first."""
         return self
 
     def refuse_lengths(self, num_documents: int) -> None:
@@ -85,7 +85,7 @@ class Feature:
         return probe_class
 
     def make_unpacked_class(self, unpacked_class: type[T]) -> type[T]:
-        """Return the class of the hooks that run documents as rows of padded batches, from that for plain packs."""
+        """Return the class of the hooks that run documents as rows of padded batches, made from the class given."""
         return unpacked_class
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
@@ -96,7 +96,7 @@ class Feature:
         return None
 
     def estimate(self, planner: Any, reader: Any) -> Any:
-        """Return this section for `trl-packfix plan`, which may read tokens, also for a feature that is off."""
+        """Return the section for `trl-packfix plan`, also of a feature that is off. Tokens may be read for it."""
         return self.report_section(planner)
 
 

@@ -138,7 +138,7 @@ class PrefixCollator(PackedDataCollator):
             if run_length:
                 images = compared[i].images
                 images_before = sum(first_token < first for first_token, _ in images)
-                runs.append(DocumentRun(i, first, images_before, len(images)))
+                runs.append(DocumentRun(document=i, first=first, images_before=images_before, num_images=len(images)))
         batch = self._make_batch(tokens, labels, order, runs=runs, rows_of_documents=rows_of_documents, degree=degree)
         return batch, runs, rows_of_documents
 
@@ -166,7 +166,7 @@ class PrefixCollator(PackedDataCollator):
         first_positions = [run.first for run in runs]
         keys = [rows_of_documents[run.document] for run in runs]
         num_rows = sum(map(len, run_tokens))
-        padding = self._num_padding(num_rows, degree)
+        padding = self._num_padding(num_rows, degree)  # rows of padding
         if padding:
             run_tokens.append(np.full(padding, self.pad_token_id, dtype=np.int64))
             first_positions.append(0)

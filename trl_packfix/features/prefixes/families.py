@@ -39,7 +39,10 @@ from ...planning.units import Units
 MIN_SHARED = 16
 """Documents share no rows if they could share fewer than this: more keys would be read than rows are saved."""
 KEYS_PER_CAPACITY = 8
-"""The runs of a piece read at most this many keys per row that the piece may have."""
+"""The runs of a piece read at most this many keys per row that the piece may have.
+
+Attention copies the keys that a run reads.
+"""
 TARGETS_PER_CAPACITY = 16
 """A piece has at most this many trained tokens (tokens that count in the loss) per row that it may have.
 
@@ -76,7 +79,7 @@ def share_order(
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
 
     def read_tokens(indices: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
-        block = np.full((len(indices), width), END_TOKEN_KEY, dtype=">u4")
+        block = np.full((len(indices), width), END_TOKEN_KEY, dtype=">u4")  # larger than every token
         for row, index in zip(block, indices.tolist(), strict=True):
             tokens = documents[index][first : first + width]
             row[: len(tokens)] = tokens
@@ -143,7 +146,8 @@ def sort_by_tokens(
             order[places[moved]] = order[places[moved[by_key]]]
             keys[moved] = moved_keys[by_key]
             differs = _differs_from_previous(keys)
-        # 3. Neighbours of a group that now differ have the tokens before their first difference in common.
+        # 3. Neighbours of a group that now differ have the tokens before their first difference in common. `argmax`
+        # finds the first difference.
         parted = np.flatnonzero(differs & (group[1:] == group[:-1])) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
@@ -183,8 +187,8 @@ class Pieces(Units):
     shared: Int64Array  # rows that each document in `order` shares with the one before it in its piece, shape (N,)
     family: Int64Array  # number of the family of each document, by the number of the document, shape (N,)
     # The next two arrays, shape (P,), keep copies of documents apart in the epoch. `original` is the piece that has the
-    # first copy of a piece's first document; it may be the piece itself. `distance` is how far behind its original a
-    # piece is visited, as a share of the epoch.
+    # first copy of a piece's first document; it may be the piece itself. `distance` says how much later than this
+    # original a piece is visited, as a share of the epoch: 0, 1/3 and 2/3 for the pieces of three copies.
     original: Int64Array
     distance: Float64Array
 
@@ -194,7 +198,7 @@ class Pieces(Units):
         return len(np.unique(self.family[self.order]))
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
-        """Return the FLOPs of each piece in the language model, shape (P,)."""
+        """Return the FLOPs of each piece in the language model, shape (P,), for `Units.costs`."""
         # The run of a document costs what the whole document costs, less the rows that it shares.
         return np.add.reduceat(cost_model(self.lengths) - cost_model(self.shared), self.offsets[:-1])
 
@@ -259,8 +263,8 @@ def make_pieces(
         tokens: all documents, or some of them, sorted.
         lengths: tokens of each document, by its number, shape (N,).
         trained: trained tokens of each document, by its number, shape (N,).
-        room: most rows of a piece, as one number, or by the number of its first document, shape (N,). Not less than
-            the length of a document.
+        room: most rows of a piece: one number, or for each document the most rows of a piece that begins with it, shape
+            (N,). Not less than the length of a document.
         splits_copies: False puts copies into one family. This is for strategies that fix the documents of each step.
         image_costs: (documents, rows that each shares) -> FLOPs in the vision tower of images outside the shared rows.
 
@@ -273,7 +277,7 @@ def make_pieces(
     # 1. Take copies apart: the first copies are sorted by themselves, then the second ones, and so on.
     copy_number, first_copy = _number_copies(tokens, lengths)
     if splits_copies and copy_number.any():
-        tokens = tokens.within(copy_number)
+        tokens = tokens.within(copy_number)  # sorted anew inside each of these groups
     # 2. A family begins where neighbours share less than half of the longer one. Half of the shorter one would not do:
     # all conversations with one system prompt share half of the shortest conversation.
     size = lengths[tokens.order]
@@ -351,16 +355,16 @@ def _cut_families(
     """
 
     def find_stops(values: Int64Array, max_sum: Int64Array, extra_of_first: Int64Array | int) -> Int64Array:
-        """Return the place behind the longest piece from each place on, if its values sum to at most `max_sum`.
+        """Return for each place the end of the longest piece that begins there and has a sum of at most `max_sum`.
 
-        The first document of a piece counts its value and `extra_of_first`.
+        The sum of a piece has the values of its documents, and `extra_of_first` of its first document.
         """
         total = np.concatenate([[0], np.cumsum(values)])
         return np.searchsorted(total, total[:-1] + max_sum - extra_of_first, side="right") - 1
 
     own_rows = lengths - shared
     keys = np.where(own_rows > 1, lengths, 0)  # a document whose only own row is its last token has no run
-    # The first document of a piece shares no rows, and has a run in any case. A piece has at least one document.
+    # The first document of a piece shares no rows, so it adds all of its rows and keys. A piece is never empty.
     stops = np.minimum(
         find_stops(own_rows, max_rows, extra_of_first=shared),
         find_stops(keys, KEYS_PER_CAPACITY * max_rows, extra_of_first=lengths - keys),
@@ -395,7 +399,8 @@ def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Ar
     >>> room_of_families(np.array([10, 20, 130, 390]), parallel).tolist()
     [95, 190, 380, 390]
     """
-    group_tokens = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())  # most tokens of a group
+    # Most tokens of groups of 1, 2, 4, ... ranks, up to the group that holds a document of `max_length`
+    group_tokens = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())
     wanted = np.minimum(FAMILY_ROOM_FACTOR * lengths, group_tokens[-1])
     room = group_tokens[np.searchsorted(group_tokens, wanted)]
     return np.maximum((parallel.fill * room).astype(np.int64), lengths)
@@ -418,5 +423,5 @@ def make_family_pieces(planner: EpochPlanner, tokens: TokenOrder, splits_copies:
         cost_model=packing.cost_model,
         room=room_of_families(documents.lengths, packing.parallel),
         splits_copies=splits_copies,
-        image_costs=planner.image_costs_behind,
+        image_costs=planner.image_costs_behind,  # of the images behind the shared tokens
     )

@@ -42,8 +42,8 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         document. The runs are in another order than the documents, so that a model which takes images in the order of
         documents fails. If ranks share the pack, an image lies across the middle of its rows, where a part ends.
         """
-        image = self.images.image
-        document = self.document
+        image = self.images.image  # makes a random image of a size
+        document = self.document  # joins tokens and images to a document
         head = self.tokens(TRUNK_TOKENS)
         other_head = self.tokens(BRANCH_TOKENS)
         square = image(*SQUARE)
@@ -113,7 +113,7 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
     schedule = planner.schedule(0)
     documents = planner.documents
     collate = PrefixCollator(compare=reader.compare)
-    image_costs = planner.image_costs
+    image_costs = planner.image_costs  # FLOPs of the vision tower for each document
     totals = np.zeros(3)  # rows, FLOPs and images of all documents, shared ones included
     computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
     for i in slots.tolist():
@@ -127,6 +127,7 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
         shared = layout_of(batch).sizes(torch.ones(len(pack))).shared_tokens.numpy()
         image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
         for run in runs:
+            # `images_before`: images of the document before its run
             image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)
         costs = planner.packing.cost_model(lengths)
         saved_costs = planner.packing.cost_model(shared)

@@ -125,14 +125,14 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     if setting == "pack":
         return PrefixSavings(setting)
     schedule = planner.schedule(0)
-    tokens = planner.documents.token_order
+    tokens = planner.documents.token_order  # all documents, sorted by their tokens
     pieces = planner.units()
     assert tokens is not None
     assert isinstance(pieces, Pieces)
     # A slot is the place of one pack in the schedule; -1 is a document that the epoch does not reach.
     slot = np.full(len(planner.documents), -1)
     slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
-    rows, flops = _computed_shares(planner, tokens.within(slot))
+    rows, flops = _computed_shares(planner, tokens.within(slot))  # sorted by tokens inside each pack
     # Count a family in every step that has documents of it.
     step = slot[schedule.order] // planner.packing.bins.num_slots
     step_and_family = step * len(planner.documents) + pieces.family[schedule.order]  # one number for each pair
@@ -174,7 +174,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     is_sampled = len(documents) > NUM_STRETCHES * STRETCH_LENGTH
     in_families = None
     num_families = 0
-    if documents.block is None:
+    if documents.block is None:  # the table is not concatenated and cut into blocks
         numbers = np.arange(len(documents))
         if is_sampled:
             first = np.linspace(0, len(documents) - STRETCH_LENGTH, NUM_STRETCHES).astype(np.int64)
@@ -216,6 +216,7 @@ def _computed_shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, 
     lengths = planner.documents.lengths[tokens.order]
     cost_model = planner.packing.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
+    # FLOPs of all images in the vision tower, and of the images behind the shared tokens
     image_costs = planner.image_costs_behind(tokens.order, np.zeros_like(shared)).sum()
     own_image_costs = planner.image_costs_behind(tokens.order, shared).sum()
     costs = cost_model(lengths).sum()

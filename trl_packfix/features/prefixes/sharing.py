@@ -76,6 +76,7 @@ class PrefixSharing(Feature):
         assert tokens is not None, "documents are not sorted by their tokens"
         if step_of_documents is None:
             return make_family_pieces(planner, tokens)
+        # Sort the documents of each step by themselves.
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
@@ -90,7 +91,7 @@ class PrefixSharing(Feature):
         """Return the feature of the packs of an evaluation: this one, one without families, or one that is off."""
         # Evaluation gives one result per document, with or without shared rows.
         if not (shares and self.is_on):
-            return PrefixSharing(plain=self.plain)
+            return PrefixSharing("off", self.plain)
         return self if can_sort else PrefixSharing("pack", self.plain)
 
     def make_probe_class(self, probe_class: Any) -> Any:
@@ -98,7 +99,7 @@ class PrefixSharing(Feature):
         probe_class = self.plain.make_probe_class(probe_class)
         if not self.is_on:
             return probe_class
-        if probe_class.has_further_examples:
+        if probe_class.has_further_examples:  # the probe has documents with images
             from .images import ImagePrefixProbe
 
             return type(ImagePrefixProbe.__name__, (ImagePrefixProbe,), {"images": probe_class.images})

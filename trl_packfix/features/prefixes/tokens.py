@@ -35,6 +35,7 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     if selection is None:
         selection = np.arange(len(documents))
     tokens = reader.comparison_reader  # of a table with images it has a number for the content of each image
+    # A document may share its tokens if each of them is its label, or is not trained.
     may_share = tokens.labels_are_tokens(row[selection], start[selection], stop[selection])
     sorted_numbers = selection[may_share]
     last_numbers = selection[~may_share]
