@@ -88,7 +88,7 @@ class PrefixCollator(PackedDataCollator):
             The document indices in sorted order; the number of rows that each of them shares with the document before
             it in this order; and the compared content of each document, in the order of `documents`.
         """
-        tokens, labels = self._read(documents)
+        tokens, labels = self._read(documents)  # labels are the same array as the tokens if all tokens are trained
         compared = [ComparedContent(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
             i
@@ -121,7 +121,7 @@ class PrefixCollator(PackedDataCollator):
         """
         tokens, labels = self._read(documents)
         order, shared, compared = self.order_documents(documents) if self.shares else ([], [], [])
-        if not any(shared):
+        if not any(shared):  # the batch of `PackedDataCollator`
             return super().collate_with_rows(documents, degree)
         runs = []
         rows = np.zeros(0, dtype=np.int64)  # the rows of the document before this one
@@ -185,7 +185,8 @@ class PrefixCollator(PackedDataCollator):
             next_labels = labels[i][1:]
             is_trained = next_labels != IGNORE_INDEX
             num_documents[rows] += is_trained.any()
-            target_rows.append(rows[: len(is_trained)][is_trained] + 1)
+            rows_before = rows[: len(is_trained)]  # row i predicts token i + 1
+            target_rows.append(rows_before[is_trained] + 1)
             row_labels[target_rows[-1]] = next_labels[is_trained]
         target_documents = np.repeat(order, list(map(len, target_rows)))
 

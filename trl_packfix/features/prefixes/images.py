@@ -27,6 +27,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
     """A `PrefixProbe` for documents with images, whose packs are made as in training with images.
 
     Gradients are taken with respect to the input of the decoder, which has embeddings of tokens and of images.
+    `tokens(n)` draws n random tokens, and `images` (`ImageExamples`) draws images and processes them.
     """
 
     @property
@@ -64,7 +65,8 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             document(self.tokens(8)),
         ]
         if not self.group.is_alone:
-            # This document becomes the last one in the pack, and has as many rows as all others, behind its image.
+            # This document becomes the last one in the pack. Behind its image it has as many rows as all other
+            # documents together, so the image is in the middle of the pack.
             num_rows = self._make_batch(documents)["input_ids"].shape[1]
             documents.append(document(image(*HIGH), self.tokens(num_rows)))
         changes = [
@@ -117,14 +119,15 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
     totals = np.zeros(3)  # rows, FLOPs and images of all documents, shared ones included
     computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
     for i in slots.tolist():
-        pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
+        pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]  # numbers of its documents
         rows_of_pack = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
         batch, runs = collate.collate(rows_of_pack)
         assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]
-        # Number of rows of each document that are computed for another one
-        shared = layout_of(batch).sizes(torch.ones(len(pack))).shared_tokens.numpy()
+        # Number of rows of each document that are computed for another one. `sizes` counts only documents with trained
+        # tokens, so each document is given one.
+        shared = layout_of(batch).sizes(trained=torch.ones(len(pack))).shared_tokens.numpy()
         image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
         for run in runs:
             # `images_before`: images of the document before its run

@@ -24,7 +24,8 @@ BRANCH_TOKENS = 10  # tokens of the trunk after which some documents leave it, a
 class PrefixProbe(Probe):
     """A `Probe` whose packs compute every common beginning once.
 
-    It compares only the states of a document from which a token is predicted: all but the last.
+    It compares only the *states* (last hidden states) of a document from which a token is predicted: all but the last.
+    From `Probe` it has `tokens(n)`, which draws a document of n random tokens, and the methods that run the model.
     """
 
     traces_leaks = False  # `isolation/tracing.py` finds the modules of a leak only if documents have no common rows
@@ -94,7 +95,7 @@ class PrefixProbe(Probe):
         _, targets = self._predicting_rows(documents)
         # A document has no run if all of its rows belong to other documents, too.
         targets = [target for target in targets if target.num_shared < len(target.rows)]
-        limit = max(SMALLEST_ROUNDING, self.rounding**0.5)
+        limit = max(SMALLEST_ROUNDING, self.rounding**0.5)  # relative errors up to it are rounding
         return self._gradient_error(self._make_batch(documents, self.group), targets, limit=limit)
 
     def _predicting_rows(self, documents: list[Tensor]) -> tuple[int, list[GradientRows]]:
@@ -104,7 +105,7 @@ class PrefixProbe(Probe):
         all_trained = torch.ones(layout.document_count, device=self.device)  # no document is left out of the sizes
         num_shared = layout.sizes(all_trained).shared_tokens.tolist()
         targets = [
-            GradientRows(document, layout.predicting_rows(i).to(self.device), num_shared[i])
+            GradientRows(document, rows=layout.predicting_rows(i).to(self.device), num_shared=num_shared[i])
             for i, document in enumerate(documents)
         ]
         return batch["input_ids"].shape[1], targets
