@@ -26,7 +26,8 @@ class KernelError(ValueError):
     The error does not say whether documents are isolated.
 
     Attributes:
-        kernel: the name of the attention, if a part of the model that reads no text has it; None for that of the text.
+        kernel: the name of the attention implementation, if a part of the model that reads no text, such as a vision
+            tower, raised the error; None for the part that reads text.
     """
 
     kernel: str | None = None

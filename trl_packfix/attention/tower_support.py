@@ -1,7 +1,7 @@
-"""What the package can do with vision towers, as its wings see them.
+"""Define what all other modules know of `features/images`: the support for vision towers in a model that takes packs.
 
-A *tower* is a part of a model that reads something else than text, such as images. Packs of text leave towers alone, so
-the core knows nothing of them. `features/images` makes packs with images. Other modules know it as a `TowerSupport`:
+A *tower* is a part of a model that reads something else than text, such as images. Packs of text do not change towers.
+For packs with images, `features/images` has a subclass of `TowerSupport`, whose methods these modules call:
 
     forwards.py                  has hooks on towers while a model takes packs
     isolation/packed_model.py    sets the attention of towers, and takes it back where it computes something else
@@ -55,7 +55,7 @@ class TowerSupport:
 
         Args:
             takes: whether `attention_name` may replace the attention of towers.
-            why_not: the reason if it may not.
+            why_not: the reason if it must not.
         """
         return ""
 

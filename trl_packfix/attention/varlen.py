@@ -506,7 +506,7 @@ def cast_for_autocast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-    # The norms of quantised models are fp32, as peft prepares them, and then the queries are fp32, too.
+    # peft sets the norms of quantised models to fp32. Norms of queries then make the queries fp32, too.
     has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
     if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
         dtype = get_target_dtype(tensors[0], module)
@@ -534,6 +534,7 @@ def _unpacked_math(
     # cache may have more keys than the prompt has queries. Then only the first keys are filled.
     key = key[:, :, :num_queries]
     value = value[:, :, :num_queries]
+    # (B, H, L, D) -> (1, H, B * L, D), all rows end to end
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
