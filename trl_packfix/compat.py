@@ -30,7 +30,11 @@ These changes stay, because:
     declare_whole_sizes          peft should have set these sizes itself
 
 The leak probe imports this module and needs torch and transformers only. So every other library is imported by the
-function that uses it. A *pack* below is several documents in one row, with their boundaries.
+function that uses it.
+
+A *pack* below is several documents in one row, with their boundaries. The *leak probe* tests a model before training:
+documents of a pack must not change each other. A *repaired module* has failed this test, and runs on one document per
+row.
 """
 
 import importlib

@@ -89,7 +89,7 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
         values: the values of the saved report.
         log: the log of the trainer; [] before training and where it was not saved.
     """
-    lines = dict(values["lines"])
+    lines = dict(values["lines"])  # label -> text of each line of the report
     last_logged = {name: value for entry in log for name, value in entry.items()}
     rows = []
     if values["model"] is not None:
