@@ -120,7 +120,7 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.LIGER_LOSS: {"liger_kernel_config": {"cross_entropy": True}},
     of.NO_MAX_STEPS: {"max_steps": -1},
     of.UNPREPARED: {"dataset_kwargs": {"skip_prepare_dataset": True}},
-    of.DIVIDED_MODEL: {"accelerator_config": {"split_batches": True}},
+    of.DIVIDED_BATCHES: {"accelerator_config": {"split_batches": True}},
     of.MEAN_PER_RANK: {"average_tokens_across_devices": False, "config_class": TwoRanks},
     of.STREAM: {"packing": True, "stream": True},
     of.PACKED_IMAGES: {"packing": True, "dataset": with_column("images")},

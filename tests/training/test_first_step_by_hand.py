@@ -76,8 +76,8 @@ class ScriptedFirstStep(FirstStep):
             get_tp_size=lambda: 1,
             compute_loss_context_manager=nullcontext,
         )
-        ranks = SimpleNamespace(copies=1, may_share=False)
-        reading = SimpleNamespace(feature=PLAIN, stacks_documents=True)
+        ranks = SimpleNamespace(copies=1, may_share_packs=False)
+        reading = SimpleNamespace(feature=PLAIN, is_text_only=True)
         data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, reading=reading)
         objective = SimpleNamespace(replaces_trl_loss=True, fused_head_is_exact=True, summed_by_ranks=False)
         super().__init__(trainer, data, objective, training_step=None)
@@ -242,7 +242,7 @@ def test_no_gradient_is_left_behind():
 def test_a_router_loss_with_images_is_not_compared(router, images):
     step = ScriptedFirstStep()
     step._trainer.aux_loss_enabled = router
-    step._data.reading.stacks_documents = not images
+    step._data.reading.is_text_only = not images
     assert ("the router loss is not compared with images" in step.compare().text) is (router and images)
 
 
@@ -333,7 +333,7 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
     trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
     totals = step._objective.totals = SimpleNamespace(sources="sources", shares_rows="shares")
     for packs_images in (True, False):
-        step._data.reading.stacks_documents = not packs_images
+        step._data.reading.is_text_only = not packs_images
         with FirstStep._undisturbed(step):
             assert noise.alpha == 0
             assert step._objective.totals == ("sources", "shares")
@@ -466,7 +466,7 @@ def test_only_one_of_the_ranks_that_share_a_pack_counts_its_documents():
 @pytest.mark.parametrize("has_collectives, packs_images", [(True, False), (False, True)])
 def test_documents_run_one_by_one_where_ranks_wait_or_images_may_be(has_collectives, packs_images):
     step = ScriptedFirstStep()
-    step._data.reading.stacks_documents = not packs_images
+    step._data.reading.is_text_only = not packs_images
     documents = [document_of(9), document_of(9), document_of(5)]
     assert train_unpacked([documents], _data=step._data, _has_collectives=has_collectives)[2] == [1, 1, 1]
 
@@ -793,5 +793,5 @@ def test_documents_are_chosen_for_all_ranks_only_where_ranks_wait(monkeypatch, w
     monkeypatch.setattr(module, "choose_documents", lambda found: found)
     step = ScriptedFirstStep(_has_collectives=waits)
     step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(1, 0)))
-    step._data.reading.alike_on_ranks = lambda found, sum_over_ranks: found[:1]
+    step._data.reading.select_alike_on_ranks = lambda found, sum_over_ranks: found[:1]
     assert len(FirstStep._choose_packs(step)[0]) == num_chosen

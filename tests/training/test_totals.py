@@ -111,14 +111,14 @@ def test_a_window_has_its_steps_and_times_and_is_part_of_the_training(clock):
     totals = TrainingTotals()
     clock.seconds += 5  # of an evaluation, say
     for fetching, computing in ((2, 10), (3, 20)):
-        totals.start_fetch()
+        totals.start_fetch_timer()
         clock.seconds += fetching
         totals.start_step()
         clock.seconds += computing
     window = totals.end_window()
     assert (window.num_steps, window.waited, window.seconds) == (2, 5, 35)
     clock.seconds += 100  # of a checkpoint
-    totals.start_fetch()
+    totals.start_fetch_timer()
     clock.seconds += 1
     totals.start_step()
     window = totals.end_window()

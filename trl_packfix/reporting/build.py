@@ -33,15 +33,15 @@ COPIED_SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumula
 
 
 def make_report(
-    planner: EpochPlanner, reader: RowReader, *, unpacked_counts_first: bool = False, with_packs: bool = True
+    planner: EpochPlanner, reader: RowReader, *, trl_counts_first_labels: bool = False, with_packs: bool = True
 ) -> PackingReport:
     """Make the report of a table.
 
     Args:
         planner: the planner of the table.
         reader: the reader of its rows.
-        unpacked_counts_first: whether the loss of the unpacked run is divided by the number of trained tokens and first
-            tokens. TRL counts the first token of a row for some models, although no token before predicts it.
+        trl_counts_first_labels: whether the divisor of the loss of the unpacked run counts first tokens, too. TRL
+            counts the first token of a row for some models, although no token before predicts it.
         with_packs: whether the report has the first packs, which `plot` draws.
     """
     packing = planner.packing
@@ -70,7 +70,7 @@ def make_report(
         sample = PlanSample(packs, costs, _count_fills(unit_schedule, units, planner))
     num_trained = int(documents.trained.sum())
     unpacked_divisor = num_trained
-    if unpacked_counts_first:
+    if trl_counts_first_labels:
         # The labels of the first tokens that are not -100
         unpacked_divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())
     return PackingReport(

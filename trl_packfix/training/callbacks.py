@@ -11,7 +11,9 @@ Other callbacks are in `stream_source.py`, `compiled_layers.py` and `memory.py`.
 
 Words: a *pack* is one sequence of several documents. The model is *wrapped* when an engine (DDP, FSDP, DeepSpeed) has
 prepared it. Documents are *isolated* if no document of a pack changes what the model computes for another document. If
-they are not, the model may be *unpacked*: then it computes the documents of a pack as rows of a padded batch.
+they are not, single modules of the model may be *repaired*: each of them gets one document at a time. Or the model may
+be *unpacked*: then it computes the documents of a pack as rows of a padded batch. A *feature* is an option of packs,
+such as `share_prefixes`. Several ranks may share a pack (`tokens_per_rank`), and their number is its *degree*.
 """
 
 import logging
@@ -83,8 +85,8 @@ class BeforeTraining(TrainerCallback):
         trainer = self._trainer
         args = self._trainer.args
         if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
-            # `check_fused_head` returns whether the fused LM head gives the model's own logits. If not, it has warned,
-            # and `first_step.py` takes its reference from the fused LM head, too.
+            # The loss will be computed by a fused LM head. `check_fused_head` warns if the logits of the model's own
+            # LM head differ. Then `first_step.py` does not compare the loss with the model's own logits.
             with trainer.compute_loss_context_manager():
                 self._objective.fused_head_is_exact = check_fused_head(
                     trainer.model_wrapped, base_model(trainer.model), self._data.attention_dtype
@@ -94,6 +96,7 @@ class BeforeTraining(TrainerCallback):
         else:  # with packing, the packing report has these lines
             trainer.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
             if self._data.data_report is not None:
+                # Whether every text of the dataset is in the tokens once
                 trainer.accelerator.print(f"Data: {self._data.data_report.line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
@@ -107,7 +110,8 @@ class BeforeTraining(TrainerCallback):
 
     def on_pre_optimizer_step(self, *arguments: object, **kwargs: object) -> None:
         """Refuse a subclass with a `compute_loss` that does not call the method of this package."""
-        # `compute_loss` of this package sets `is_scored` in each step. If it did not run, a subclass has replaced it
+        # `compute_loss` of this package sets `is_scored` in each step. If it did not run, a subclass has replaced it,
+        # and `refuse_conflicts` raises ValueError
         if not self._objective.totals.is_scored:
             refuse_conflicts(
                 RunSettings(args=self._trainer.args, user_loss=f"{type(self._trainer).__name__}.compute_loss")
@@ -119,7 +123,8 @@ def backward_note(model: nn.Module, most_documents: int | None) -> str:
 
     Args:
         model: the model, for the sizes of its heads.
-        most_documents: the largest number of documents in a micro-batch.
+        most_documents: the largest number of documents in a micro-batch. For each of them, the buffer in which the
+            backward sums gradients has `ROWS_PER_DOCUMENT` rows more.
     """
     config = text_config(base_model(model))
     width = -(-head_dim(config) // 32) * 32  # the kernels round the size of a head up to a multiple of 32
@@ -150,6 +155,7 @@ class BeforeFirstStep(TrainerCallback):
             return
         self._proved_module_ids = module_ids
         with trainer.compute_loss_context_manager(), layers_uncompiled(trainer.args):
+            # Chooses the attention of packs again, too
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
         prove_feature(trainer, self._data, trainer.model_wrapped)
@@ -168,11 +174,13 @@ class BeforeFirstStep(TrainerCallback):
         trainer = self._trainer
         args = self._trainer.args
         packed_model = self._trainer.packed_model
-        # `get_train_dataloader` of this package makes the report. Without a report, a subclass has replaced this method
+        # `get_train_dataloader` of this package makes the report. Without a report, a subclass has replaced this
+        # method, and `refuse_conflicts` raises ValueError
         if trainer.packing_report is None:
             refuse_conflicts(RunSettings(args=args, user_loader=f"{type(trainer).__name__}.get_train_dataloader"))
         model = base_model(trainer.model)
-        # Check that the proofs change no parameter. The model is taken with its adapters, because FSDP shards all of it
+        # Check that the proofs change no parameter. Not `model`, because FSDP shards the PEFT model around it as a
+        # whole
         with parameters_unchanged(trainer.model):
             isolation, step = self._prove_and_compare()
         report = trainer.packing_report
@@ -180,7 +188,7 @@ class BeforeFirstStep(TrainerCallback):
         report = trainer.packing_report = replace(
             report,
             isolation=isolation,
-            first_step=step.text + describe_hooks(model),
+            first_step=step.text + describe_hooks(model),  # and which of the user's hooks ran in the tests
             attention=self._describe_attention(report),
             experimental=experimental_choices(RunSettings(args=args, model=model)),
             compiled=describe_compilation(model, args),
@@ -216,9 +224,10 @@ class BeforeFirstStep(TrainerCallback):
             return text
         text += backward_note(trainer.model, report.most_documents)
         is_on_cuda = trainer.args.device.type == "cuda"
+        # The attention of this package leaves long documents to cuDNN
         if attention.name == ATTENTION_NAME and is_on_cuda and report.max_length >= LONG_DOCUMENT:
             text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
-        if self._data.shares_rows:
+        if self._data.shares_rows:  # documents share a common beginning, whose keys attention copies for each of them
             feature = trainer.packed_model.feature
             text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
         return text
@@ -226,7 +235,7 @@ class BeforeFirstStep(TrainerCallback):
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
         """Prove isolation, and compare the first step with unpacked training.
 
-        Packs with the feature of the run (`share_prefixes`) and packs that ranks share are proved, too. If documents
+        Packs with the feature of the run and packs that ranks share are proved, too. If documents
         are isolated and the first step differs all the same, the model is unpacked and compared again. Nothing is
         unpacked if a setting forbids it.
         """
@@ -242,7 +251,7 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(refusal))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
-            prove_degrees(trainer, self._data.source.degrees)
+            prove_degrees(trainer, self._data.source.degrees)  # the degrees that packs of this run may have
             step = self._first_step.compare()
         # Documents that share rows, or packs that ranks share, cannot run as rows of a padded batch
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
@@ -278,8 +287,8 @@ class CheckAdapterGradients(TrainerCallback):
     For example, fused kernels of Mamba-2 do not call an adapter on the output projection. Three cases are accepted:
 
     - The module around the adapter did not run. The adapter may get a gradient in a later step.
-    - The adapter ran and has a gradient of zero. The projection behind it may start at zero, or no document of the step
-      has the token that is trained.
+    - The adapter ran and has a gradient of zero. The projection behind it may start at zero. An adapter that trains
+      single tokens (`trainable_token_indices`) has no gradient if none of these tokens is in the step.
     - No adapter at all has a gradient, as with DeepSpeed, which holds gradients elsewhere.
     """
 

@@ -3,7 +3,7 @@
 The checks here look at one thing at a time; `conflicts.py` refuses pairs of settings that cannot be combined. The
 constructor of `SFTTrainer` calls them before the model is loaded (`check_before_loading`, `check_datasets`) and after
 TRL has constructed itself (`check_prepared_sets`). Each start of training or evaluation calls
-`ModelInit.refuse_changes`, and a dataset that the user sets later passes `check_replacement`.
+`ConstructedWith.refuse_changes`, and a dataset that the user sets later passes `check_replacement`.
 """
 
 from dataclasses import fields, replace
@@ -110,7 +110,8 @@ def check_prepared_sets(
 
     Without this setting, datasets are checked when TRL prepares them.
     """
-    if UNPREPARED.describe(RunSettings(args=args)) is None:
+    is_unprepared = UNPREPARED.describe(RunSettings(args=args)) is not None  # with `skip_prepare_dataset`
+    if not is_unprepared:
         return
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     prepared_sets = [("train", train_dataset, args.packing)]
@@ -134,7 +135,7 @@ FIXED_FIELDS_WITH_PACKING = (
 )
 
 
-class ModelInit:
+class ConstructedWith:
     """The settings and the model with which a trainer was constructed.
 
     Args:
@@ -156,6 +157,7 @@ class ModelInit:
                 settings such as `max_length` anew.
         """
         names = FIXED_FIELDS_WITH_PACKING if trains and self._settings["packing"] else FIXED_FIELDS
+        # The old and new value of each setting of `names` that was changed
         changed = compare_settings(self._settings, {name: getattr(args, name) for name in names})
         if changed:
             raise ValueError(

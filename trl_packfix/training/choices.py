@@ -156,6 +156,7 @@ BATCH_SIZE = _field_condition("per_device_train_batch_size", 1)
 SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_length", "batch_rebalance"))
 NOT_OF_STREAMS = _strategy_condition(lambda traits: not traits.packs_streams)
 CUT_BLOCKS = _strategy_condition(lambda traits: traits.cuts_blocks)
+# Strategies that limit packs by `max_length` or by the batch size; for `tokens_per_rank` they name an alternative
 NOT_PLANNED_BY_TOKENS = _strategy_condition(lambda traits: traits.alternative is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
@@ -212,7 +213,7 @@ def UNPREPARED(settings: RunSettings) -> str | None:
 
 
 @_condition("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
-def DIVIDED_MODEL(settings: RunSettings) -> str | None:
+def DIVIDED_BATCHES(settings: RunSettings) -> str | None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(settings.args.accelerator_config, name, None):
             return f"`accelerator_config.{name}=True`"
@@ -330,6 +331,7 @@ def VIRTUAL_TOKENS(settings: RunSettings) -> str | None:
 
 @_condition("dropout of attention weights", undo="load the model with the rate 0.0")
 def DROPPED_WEIGHTS(settings: RunSettings) -> str | None:
+    # The rates of dropout in attention that are above 0, by their names in the config of the model
     rates = {} if settings.model is None else dropped_weights(text_config(settings.model, settings.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
@@ -340,7 +342,7 @@ def TOKENS_PER_RANK_OF_HYBRIDS(settings: RunSettings) -> str | None:
     if tokens_per_rank is None or settings.model is None:
         return None
     config = text_config(settings.model, settings.args)
-    is_hybrid = mixer_support().config_has_mixers(config)
+    is_hybrid = mixer_support().config_has_mixers(config)  # mixers: recurrent layers, such as Mamba's
     return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid else None
 
 

@@ -5,7 +5,8 @@ the trainer's own code stay as they are, so nothing in them interrupts a graph. 
 recomputation of a layer is in its graph.
 
 Layers are compiled after the first optimizer step. Before it, temporary hooks (`CheckAdapterGradients`) and the
-forwards of the proofs would make torch compile again, until it reaches its limit and compiles nothing more. For the
+forwards of the proofs, which test that documents in a pack do not influence each other, would make torch compile again,
+until it reaches its limit and compiles nothing more. For the
 same reason later proofs run uncompiled layers, and when training ends or fails, the trainer calls `CompileLayers.undo`.
 
 torch runs what it cannot compile as it is, without an error. So `CountingBackend` notes in the second step, the first
@@ -32,7 +33,8 @@ from .trainer_view import TrainerView
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the decoder of a model, as transformers marks them; [] if it marks none."""
-    return [layer for layer in backbone(base_model(model)).modules() if isinstance(layer, GradientCheckpointingLayer)]
+    decoder = backbone(base_model(model))  # without the wrapper of PEFT, and without the LM head
+    return [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def describe_compilation(model: nn.Module, args: TrainingArguments) -> str | None:

@@ -20,7 +20,7 @@ from .choices import (
     CONTEXT_PARALLELISM,
     CUT_BLOCKS,
     DEEPSPEED_TENSORS,
-    DIVIDED_MODEL,
+    DIVIDED_BATCHES,
     DOCUMENT_WEIGHTING,
     DROP_LAST,
     DROPPED_WEIGHTS,
@@ -180,7 +180,7 @@ CONFLICTS = (
             "boundaries, or leave documents out",
             SAMPLING: "Packs are made of documents of all lengths and balanced over ranks by `balance`, so batches "
             "by length have no meaning",
-            DIVIDED_MODEL: "Every rank reads its own packs, and one pack of shape (1, T) cannot be divided",
+            DIVIDED_BATCHES: "Every rank reads its own packs, and one pack of shape (1, T) cannot be divided",
             MEAN_PER_RANK: "Ranks hold different numbers of trained tokens, so the mean of their means is not the loss "
             "per token (the difference was 0.7 % in a small run)",
             ENCODER_DECODER: "The encoder of an encoder-decoder reads a whole document at once, and this trainer "

@@ -90,8 +90,8 @@ class Evaluation(TrainerPart):
             ValueError: the set cannot be evaluated.
         """
         if isinstance(dataset, IterableDataset) and self._reads_rows:
-            # The stream is read into a table in memory, because each evaluation needs all of it
-            dataset = self._data.reading.table(dataset)
+            # Read the stream into a table in memory, because each evaluation needs all of it
+            dataset = self._data.reading.read_whole_stream(dataset)
         if self._evaluates_documents(dataset):
             return self._evaluation_loader(dataset, needs_logits)
         if must_be_prepared and self._reads_rows and isinstance(dataset, Dataset):
@@ -101,11 +101,11 @@ class Evaluation(TrainerPart):
     @property
     def _reads_rows(self) -> bool:
         """Whether this package knows how to collate rows: the user has set no collator of their own."""
-        return self._data.reading.replaces(self._data.padded_collator)
+        return self._data.reading.can_replace(self._data.padded_collator)
 
     def _evaluates_documents(self, dataset: object) -> TypeGuard[Dataset]:
         """Return whether this package makes the loader of a set."""
-        return isinstance(dataset, Dataset) and self._reads_rows and self._data.reading.reads(dataset)
+        return isinstance(dataset, Dataset) and self._reads_rows and self._data.reading.can_read(dataset)
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
         """Return whether an evaluation runs on packs; otherwise it runs on padded batches.
@@ -121,6 +121,7 @@ class Evaluation(TrainerPart):
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
         # Then padded batches are evaluated, which give the same metrics.
         if not (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
+            # `attending`: the model has the attention that reads the boundaries of documents
             with packed_model.attending(), self._trainer.compute_loss_context_manager():
                 if packed_model.isolation is None:
                     packed_model.prove(self._trainer.model)
@@ -130,9 +131,9 @@ class Evaluation(TrainerPart):
 
     @property
     def _feature(self) -> Feature:
-        """The feature that packs of an evaluation have."""
-        # A loss of the user expects one label per position, so documents do not share the positions of a prefix
-        shares = self._data.shares_rows and self.is_exact
+        """The feature that packs of an evaluation have. It may plan documents in another way than in training."""
+        # TRL's loop, with a loss of the user, expects one label per position. So documents share no prefix there
+        shares = self._data.shares_rows and self.replaces_trl_metrics
         return features_of(self.args).in_evaluation(can_sort=self._data.reading.has_stored_tokens, shares=shares)
 
     def _read_documents(self, dataset: Dataset) -> DocumentDataset:
@@ -140,7 +141,7 @@ class Evaluation(TrainerPart):
         args = self.args
         source_column = args.source_column if args.source_column in dataset.column_names else None
         values = read_row_values(dataset, None, source_column, name="evaluation")
-        reader = self._data.reading.read(dataset, "evaluation")
+        reader = self._data.reading.make_reader(dataset, "evaluation")
         # Evaluation has one document per row. So long documents are truncated even if training splits or drops them.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
         documents = cached_documents(
@@ -171,8 +172,8 @@ class Evaluation(TrainerPart):
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
         """Refuse a set without a trained token, which has no loss. `prefix` is the prefix of its metrics."""
-        counts = documents.ledger.given  # before documents are truncated
-        if not documents.ledger.kept.trained_tokens:
+        counts = documents.ledger.given  # all documents, before they are truncated
+        if not documents.ledger.kept.trained_tokens:  # after they are truncated
             raise ValueError(
                 f"Cannot compute `{prefix}_loss`: of {counts.tokens} tokens in {counts.documents} documents, "
                 f"{counts.trained_tokens} have a label that is not -100, and 0 after truncation to "
@@ -252,8 +253,8 @@ class Evaluation(TrainerPart):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            self._data.reading.check_padded(document_dataset.reader)
-            collate = self._data.reading.padded(self._data.padded_collator)
+            self._data.reading.check_padded(document_dataset.reader)  # images under ZeRO-3 and FSDP
+            collate = self._data.reading.padded_collator(self._data.padded_collator)
         if document_dataset.values.sources is not None:
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
         return self._data.make_loader(document_dataset, sampler, collate)
@@ -312,7 +313,7 @@ class Evaluation(TrainerPart):
             logged = self._trainer._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
             logged["num_tokens"] = [self._trainer._total_train_tokens]
-        elif self.is_exact:
+        elif self.replaces_trl_metrics:
             output.metrics.pop(loss, None)  # without a trained token there is no loss, and the loop reports 0.0
         return output
 
@@ -327,7 +328,7 @@ class Evaluation(TrainerPart):
             yield
 
     @property
-    def is_exact(self) -> bool:
+    def replaces_trl_metrics(self) -> bool:
         """Whether loss and metrics are computed from totals over the set; otherwise TRL computes them."""
         return self._loss_of_user is None and not self._data.leaves_batches_to_trl
 
@@ -386,7 +387,7 @@ class Evaluation(TrainerPart):
                 loss = self._totals.add(scores, targets, objective.sources_of(targets)).float()
         if self._has_equal_batches:
             copies = self._data.ranks.copies
-            index = self._data.ranks.index
+            index = self._data.ranks.copy_index
             # Each copy returns its share of the rows, because transformers gathers the rows of all ranks
             logits = logits.chunk(copies)[index]
             labels = None if labels is None else labels.chunk(copies)[index]

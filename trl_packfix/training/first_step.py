@@ -135,6 +135,7 @@ class FirstStep:
 
     def _make_probe(self, model: nn.Module) -> Any:
         """Return a probe, which runs `model` for tests; on unpacked documents with the attention that the user set."""
+        # The probe of text, or its subclass for documents with images
         probe_class = self._data.reading.feature.make_probe_class(Probe)
         return probe_class(model, user_attention=self._trainer.packed_model.attention.previous)
 
@@ -147,7 +148,7 @@ class FirstStep:
         model = self._probe.model
         self._unwrapped_model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         unwrapped_probe = self._probe if self._unwrapped_model is model else self._make_probe(self._unwrapped_model)
-        # Whether a forward pass of the unwrapped model waits for other ranks
+        # Whether a forward pass of the unwrapped model waits for other ranks, as with FSDP and tensor parallelism
         self._has_collectives = self._trainer.accelerator.num_processes > 1 and unwrapped_probe.has_engine
         named_parameters = base_model(self._trainer.model).named_parameters()
         trained_parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
@@ -174,7 +175,8 @@ class FirstStep:
             rounds_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
             fine_loss = torch.finfo(dtype).eps if rounds_logits else FINE_LOSS_GAP
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
-            # The limits are the fine gaps or, if a gap is above these, the gaps that rounding alone makes
+            # The limits are the fine gaps. If a gap is above them, the packed step is repeated with values that are
+            # rounded otherwise, and the limits are raised to the gaps between these steps
             limits = self._probe.limits_of_rounding(
                 gaps,
                 [fine_loss, fine_gradients],
@@ -213,7 +215,7 @@ class FirstStep:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
         text += f"; gradients {_gap_text(gradient_gap, gradient_limit, FINE_GRADIENT_GAP)} over "
         text += f"{len(self._parameter_names)} parameters"
-        if self._trainer.aux_loss_enabled and not self._data.reading.stacks_documents:
+        if self._trainer.aux_loss_enabled and not self._data.reading.is_text_only:
             text += "; the router loss is not compared with images"
         return StepComparison(text, loss_gap, gradient_gap, problem=problem)
 
@@ -262,8 +264,8 @@ class FirstStep:
         documents, group = self._data.source.first_documents(NUM_CANDIDATES)
         # Only documents with a trained token and a weight change the model
         documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
-        if self._has_collectives:
-            documents = self._data.reading.alike_on_ranks(documents, self._sum_over_ranks)
+        if self._has_collectives:  # all ranks must run the same parts of the model, such as a vision tower
+            documents = self._data.reading.select_alike_on_ranks(documents, self._sum_over_ranks)
         first_pack = choose_documents(documents)
         second_pack = [max(first_pack, key=document_length)] if group.is_alone else first_pack[1:]
         return [RankShare(pack, group) for pack in (first_pack, second_pack)]
@@ -277,7 +279,7 @@ class FirstStep:
         value_keys = [WEIGHTS] if self._trainer.args.weight_column else []
         collate = self._data.training_collator(value_keys)
         batches = [self._probe.move_batch(collate(pack)) for pack in packs]
-        if self._data.ranks.may_share:
+        if self._data.ranks.may_share_packs:
             check_same_packs(batches, self._data.ranks.copies)
         num_items = trainer._get_num_items_in_batch(batches, trainer.accelerator.device)
         trainer.current_gradient_accumulation_steps = len(batches)
@@ -327,16 +329,18 @@ class FirstStep:
 
         # Second, batches of documents of equal length. A document has a batch of its own if it is not stacked, or if
         # forward passes wait for other ranks, because all ranks must then have equally many batches
-        is_single = self._has_collectives or not self._data.reading.stacks_documents
+        is_single = self._has_collectives or not self._data.reading.is_text_only
         batches: dict[int, list[int]] = {}  # indices of documents, by their length or by a key of their own
         for i, document in enumerate(documents):
-            batches.setdefault(-i if is_single else document_length(document), []).append(i)
+            batch_key = -i if is_single else document_length(document)
+            batches.setdefault(batch_key, []).append(i)
 
         # Third, forward and backward passes. The backward passes are in the context, too, because gradient
         # checkpointing computes layers again there
         trainer.model.zero_grad(set_to_none=True)
         loss = 0.0
-        with self._probe.unpacked(max(map(document_length, documents))):
+        longest = max(map(document_length, documents))
+        with self._probe.unpacked(longest):  # sets the user's attention, for rows of up to `longest` tokens
             for indices in batches.values():
                 row_losses = self._row_losses([documents[i] for i in indices])
                 row_factors = row_losses.new_tensor([factors[i] for i in indices])
@@ -430,7 +434,7 @@ class FirstStep:
                 pack = [self._probe.tokens(NUM_TOKENS_BEFORE), document]
 
                 def packed_states() -> Tensor:
-                    return self._probe.forward_packed(pack)[1]
+                    return self._probe.forward_packed(pack)[1]  # the last hidden states of `document`
 
                 unpacked = self._probe.forward_alone(document)
                 packed = packed_states()
@@ -557,7 +561,7 @@ class FirstStep:
             with trainer.packed_model.attending(), probe.undisturbed():
                 for document_noise in noise_amplitudes:
                     document_noise.alpha = 0.0
-                trainer.aux_loss_enabled &= self._data.reading.stacks_documents
+                trainer.aux_loss_enabled &= self._data.reading.is_text_only
                 # `training_step` sets all modules to train mode. Before each forward, this hook sets the modules that
                 # draw random numbers to eval mode again
                 with probe.inner.register_forward_pre_hook(probe.silence):

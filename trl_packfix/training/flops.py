@@ -74,7 +74,8 @@ def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
         lengths: the tokens of each document, float64, (N,).
         trained_share: the share of the weights that are trained.
     """
-    return 3 * costs(lengths) - (1 - trained_share) * costs.per_token * lengths
+    weight_flops = costs.per_token * lengths  # a forward through all weights, without attention
+    return 3 * costs(lengths) - (1 - trained_share) * weight_flops
 
 
 def trained_share(model: nn.Module, without: nn.Module | None = None) -> float:

@@ -33,7 +33,7 @@ class SamePackCheck:
     def start_training(self) -> None:
         """Set the number of optimizer steps in which packs will be compared."""
         self.num_remaining_steps = 0
-        if self._data.ranks.may_share:
+        if self._data.ranks.may_share_packs:
             self.num_remaining_steps = self._data.source.num_compared_steps
 
     def compare_packs(self, batches: list[dict[str, Any]]) -> None:
@@ -84,7 +84,7 @@ def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
         return torch.tensor([layout.group.size, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
     tensors = [batch[name] for name in COMPARED_KEYS if name in batch]
-    tensors += layout.checksum_tensors()
+    tensors += layout.checksum_tensors()  # which tokens documents share, if they share any
     for tensor in tensors:
         values = tensor.flatten().long()
         odd_numbers = 2 * torch.arange(len(values), device=values.device) + 1

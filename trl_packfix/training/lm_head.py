@@ -178,7 +178,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     """
     if is_deepspeed_zero3_enabled():
         return True
-    probe = Probe(wrapped)
+    probe = Probe(wrapped)  # draws tokens, and sets the model to eval mode
     scaled_modules = list[nn.Module]()
     factors = torch.logspace(0, 5, 6, base=4, device=probe.device)  # one for each row of the batch
     ids = probe.tokens(NUM_PROBE_TOKENS).to(probe.device).expand(len(factors), -1)

@@ -15,7 +15,7 @@ The training set is a `Source` (`source.py`): a table (`table_source.py`) or a s
 Words: a *row* is an example of the tokenised dataset; a *document* is one training example, a row or a part of a row; a
 *pack* is one sequence of several documents that the model reads together. A *table* is a `datasets.Dataset`, a *stream*
 an `IterableDataset`. A *feature* (`feature.py`) is an option with a folder of its own, such as `share_prefixes`.
-Documents *share rows* if their common beginning is in a pack once.
+Documents *share rows* if their common beginning is in a pack once. The *engine* is DDP, DeepSpeed or FSDP.
 """
 
 import logging
@@ -88,28 +88,30 @@ class TrainingData(TrainerPart):
         reading: reads datasets and collates documents.
         reading_class: the class of `reading` in a run with packing, which `reading_class` has chosen.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
-        turn_counts: how many conversations `per_turn` has split into how many samples; None without `per_turn`.
+        turn_counts: how many conversations `per_turn` has split into how many samples of one turn; None without it.
         data_report: whether every text of the training set is in the tokens once; None for tokenised rows.
         trained_summary: which tokens are trained, and by which setting.
         constructed_with: the model and settings of the constructor, and the check that refuses others later.
-        ranks: the place of this process among the data-parallel ranks.
+        ranks: the place of this process among the data-parallel ranks: its `rank` of `count`. `copies` processes are
+            one data-parallel rank (tensor parallelism).
         padded_collator: TRL's collator, or the user's, which makes padded batches.
-        unpacked_counts_first: whether TRL's loss without packing divides by a count with the first label of each row.
+        trl_counts_first_labels: whether TRL without packing would count the first label of each row in the divisor of
+            its loss, though no token predicts it.
     """
 
     ranks: DataRanks
     padded_collator: Callable[..., Any]
-    unpacked_counts_first: bool
+    trl_counts_first_labels: bool
 
     def __init__(
         self, trainer: TrainerView, args: SFTConfig, model: Any, *, train_dataset: object, eval_dataset: object
     ):
-        # ZeRO-3 must gather parameters, with packing and without it. A version that cannot is refused before loading
+        # Refuse, before the model is loaded, a DeepSpeed whose ZeRO-3 reads parameters before they are gathered
         require_gathers(args.world_size, args.device.type)
         super().__init__(trainer)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
-        self.reading = TextReading(trainer)
+        self.reading = TextReading(trainer)  # `prepare_run` replaces it, because images need TRL's collator
         self.reading_class = reading_class(args, train_dataset)
         self._text_collator = PackedDataCollator()  # makes the tokens and boundaries of packs in training
         self.turn_counts: PerTurnCounts | None = None
@@ -121,20 +123,20 @@ class TrainingData(TrainerPart):
         """Read the training set, and prepare the model for packs."""
         trainer = self._trainer
         args = self.args
-        # First, check the engine and find the place of this rank. Under tensor parallelism the sizes of adapters are
-        # corrected, and threads that exchange data must have ended when this process ends
+        # First, check the engine and find the place of this rank. Under tensor parallelism, `declare_whole_sizes`
+        # corrects the sizes of adapters. Threads that exchange data must have ended when this process ends
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
         declare_whole_sizes(trainer.model)
         if args.world_size > 1:
             wait_for_threads_at_exit()
-        self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
+        self.trl_counts_first_labels = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
         # Second, make the collators
         self.padded_collator = trainer.data_collator
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
-            trainer.padding_free = True  # the constructor of the trainer has hidden this from TRL's constructor
+            trainer.padding_free = True  # TRL's constructor got False, so that it makes no collator of packs
             self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
@@ -144,14 +146,14 @@ class TrainingData(TrainerPart):
         # images, so it is proved here that their texts are in the tokens
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
-            image_support().check_texts(dataset, name, per_turn=args.per_turn)
+            image_support().check_texts(dataset, name, per_turn=args.per_turn)  # without images it does nothing
             if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
                 self.data_report = report if dataset is trainer.train_dataset else self.data_report
         self._read_training_set()
         if args.packing:
             trainer.packed_model = self.make_packed_model()
-        self.constructed_with = checks.ModelInit(args, trainer.model)
+        self.constructed_with = checks.ConstructedWith(args, trainer.model)
 
     @property
     def leaves_batches_to_trl(self) -> bool:
@@ -190,7 +192,8 @@ class TrainingData(TrainerPart):
         dataset = self._trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained_summary.line(0, 0)
-        counts = make_documents(TokenReader(dataset), max_length=None).ledger.given  # counts of all documents
+        # `ledger` counts documents and tokens, and `given` are the counts before anything is cut or dropped
+        counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
         return self.trained_summary.line(counts.trained_tokens, counts.tokens)
 
     def refresh_training_set(self) -> None:
@@ -226,11 +229,12 @@ class TrainingData(TrainerPart):
 
     @property
     def packing_arguments(self) -> dict[str, Any]:
-        """The arguments of `make_planner` and `packing_of` that follow from the model, the engine and the ranks."""
+        """The arguments of `make_planner` and `packing_of` (`planner.py`) that the config does not have."""
         has_user_loss = bool(self._trainer.user_code.names)
         return {
             "cost_model": self.cost_model,
             "world_size": self.ranks.count,
+            # Whether ranks wait for each other in every micro-batch, or once in an optimizer step
             "synchronisation": checks.synchronisation(self._trainer.accelerator, base_model(self._trainer.model)),
             "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
             # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens
@@ -241,7 +245,7 @@ class TrainingData(TrainerPart):
     def cost_model(self) -> CostModel:
         """The FLOPs that a document of a length, and with images, costs on this model."""
         model = base_model(self._trainer.model)
-        return self.reading.costs(make_cost_model(model.config, type(model)))
+        return self.reading.document_costs(make_cost_model(model.config, type(model)))
 
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
@@ -266,7 +270,8 @@ class TrainingData(TrainerPart):
         """
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:
-            # This collator pads packs to the capacity, which `auto_find_batch_size` may have lowered
+            # This collator pads packs to the capacity, the most tokens of a pack. `auto_find_batch_size` may have
+            # lowered it. `PLAIN` is no feature
             feature = features_of(self.args) if self.shares_rows else PLAIN
             collate = self.packed_collator(self._trainer._train_batch_size, feature)
         if keys:
@@ -280,6 +285,7 @@ class TrainingData(TrainerPart):
         """Return the collator of packs of up to `batch_size * max_length` tokens.
 
         With `pad_documents_to_multiple_of`, every pack is padded to the capacity, so that all packs have one length.
+        `feature.make_collator` returns a collator that computes common beginnings once, if the feature is on.
         """
         args = self.args
         multiple = args.pad_to_multiple_of
@@ -297,9 +303,9 @@ class TrainingData(TrainerPart):
             text_collator,
             # A router sees every token, also a token on whose output no document is trained
             keeps_last_rows=self._trainer.aux_loss_enabled,
-            compare=self.reading.compare,
+            compare=self.reading.compare,  # what two documents must have in common; None: their tokens
         )
-        return PackCollator(text_collator, self.reading.of_packs())
+        return PackCollator(text_collator, self.reading.pack_content())  # the content beside tokens, such as images
 
     @property
     def shares_rows(self) -> bool:
@@ -324,7 +330,7 @@ class TrainingData(TrainerPart):
 
     @property
     def worker_kwargs(self) -> dict[str, Any]:
-        """The user's settings of the workers, as arguments of `document_loader`."""
+        """The arguments `multiprocessing_context`, `prefetch_factor` and `in_order` of `document_loader`."""
         args = self.args
         return {
             "multiprocessing_context": args.dataloader_multiprocessing_context,
@@ -337,11 +343,11 @@ class TrainingData(TrainerPart):
     def make_packed_model(self) -> PackedModel:
         """Return the object that makes the model compute the documents of a pack separately, and that proves it."""
         args = self.args
-        # Hooks that are on the model in forwards on packs
+        # Hooks that are on the model in forwards on packs: inputs of adapters, and the noise of NEFTune by document
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
             model = base_model(self._trainer.model)
-            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=self.reading.stacks_documents))
+            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=self.reading.is_text_only))
         packed_model = PackedModel(
             self._trainer.model,
             self.attention_dtype,
@@ -375,13 +381,14 @@ def source_class(dataset: object) -> type[TableSource] | type[StreamSource]:
 
 
 def unpacked_rows(
-    dataset: Dataset | IterableDataset, uncut: Dataset | IterableDataset, name: str, *, args: SFTConfig
+    dataset: Dataset | IterableDataset, *, uncut: Dataset | IterableDataset, name: str, args: SFTConfig
 ) -> Dataset | IterableDataset:
     """Return the rows of an unpacked training set that have a trained token; check the weights and sources of a stream.
 
     Args:
         dataset: the rows that TRL has prepared.
-        uncut: the rows before TRL has cut them to `max_length` and has dropped rows without a trained token.
+        uncut: the rows before TRL has cut them to `max_length` and has dropped rows without a trained token. Their
+            number says how many were dropped.
         name: the dataset's name in messages.
         args: the config of the trainer.
     """

@@ -1,7 +1,7 @@
 """Save memory of LoRA under autocast: pass inputs to adapters without a cast to fp32.
 
-`loading.py` adds `LoraInputs` to the hooks that are active in packed forwards. A packed forward is a forward on a pack,
-a row of several documents.
+`loading.py` adds `LoraInputs` to the `ModelHooks` that `isolation/packed_model.py` installs while the model takes
+packs. A packed forward is a forward on a pack, a row of several documents.
 """
 
 import torch
@@ -41,6 +41,7 @@ class LoraInputs(ModelHooks):
 
 def _cast_input(layer: Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the input of a LoRA layer as it is in a packed forward under autocast; else cast it as peft does."""
-    if running_forward() is not None and torch.is_autocast_enabled(x.device.type):
+    is_packed_forward = running_forward() is not None
+    if is_packed_forward and torch.is_autocast_enabled(x.device.type):
         return x
     return Linear._cast_input_dtype(layer, x, dtype)

@@ -59,7 +59,8 @@ class MeasureMemory(TrainerCallback):
         trainer = self._trainer
         if state.global_step != self._last_step:
             return
-        measured = [memory for memory in gather_values(read_memory(trainer.accelerator.device)) if memory is not None]
+        memory_of_ranks = gather_values(read_memory(trainer.accelerator.device))
+        measured = [memory for memory in memory_of_ranks if memory is not None]
         if not measured or not trainer.is_world_process_zero():
             return
         fullest = max(measured, key=lambda memory: memory.allocated)
@@ -81,8 +82,8 @@ class MeasureMemory(TrainerCallback):
         trainer = self._trainer
         model: Any = base_model(trainer.model)
         engine = _engine_of(trainer)
-        is_text = self._data.reading.stacks_documents and not getattr(model, "is_quantized", False)
-        packing = self._data.source.packing
+        is_text = self._data.reading.is_text_only and not getattr(model, "is_quantized", False)
+        packing = self._data.source.packing  # the settings by which packs are planned
         if engine is None or not is_text or packing is None:
             return None
         adapters = [*getattr(trainer.model, "peft_config", {}).values()]
@@ -90,10 +91,11 @@ class MeasureMemory(TrainerCallback):
         # Adapters and dropout of the counted model draw random numbers, and the run must not depend on that
         with torch.random.fork_rng(devices=[]):
             try:
+                # The sizes of weights and activations, from the config: no memory is taken
                 sizes = count_model(model.config, method, *adapters[:1])
             except ValueError:  # the forward of the model cannot run on fake tensors
                 return None
-        num_tokens = packing.parallel.tokens_per_rank
+        num_tokens = packing.parallel.tokens_per_rank  # of a full micro-batch on one rank
         predict = partial(predict_peak, sizes, method, tokens=num_tokens, gpus=trainer.args.world_size)
         return predict(checkpointing=False).total - predict(checkpointing=True).total
 

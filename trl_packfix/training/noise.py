@@ -2,7 +2,8 @@
 
 NEFTune adds uniform noise to the embeddings of a document; its amplitude depends on the length of the document. A pack
 is one row of several documents, so the length of the row would give a wrong amplitude. `loading.py` puts the hooks of
-`DocumentNoise` on the model instead of the hook of transformers.
+`DocumentNoise` on the model instead of the hook of transformers. If a model mixes documents in packs, it may be
+*unpacked*: then it computes the documents of a pack as rows of a padded batch.
 """
 
 from typing import Any
@@ -56,7 +57,7 @@ class DocumentNoise(ModelHooks):
     def _push_documents(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the documents of a forward that begins."""
         bounds = kwargs.get("cu_seq_lens_q")
-        group = layout_of(kwargs).group
+        group = layout_of(kwargs).group  # the ranks that share the pack
         self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], group))
         self._num_rows = 0
 

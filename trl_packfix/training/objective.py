@@ -90,9 +90,10 @@ class Objective(TrainerPart):
         score_tokens(base_model(trainer.model))  # adds the fused LM head
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
         check_router_loss(trainer)
-        self.totals = TrainingTotals(self._data.source.row_values.names, features_of(args).is_on)
+        shares_prefixes = features_of(args).is_on
+        self.totals = TrainingTotals(self._data.source.row_values.names, shares_prefixes)  # names of data sources
         if args.packing:
-            # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
+            # The noise of NEFTune depends on the length of a document. transformers would take the length of the pack
             trainer.neftune_noise_alpha = None
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
@@ -116,7 +117,8 @@ class Objective(TrainerPart):
 
     def start_training(self) -> None:
         """Prepare the model and the totals again, because both may have changed since the trainer was constructed."""
-        score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
+        # Add the fused LM head again, because TRL may have replaced it: a trainer of TRL may have got this model
+        score_tokens(base_model(self._trainer.model))
         source = self._data.source
         self.totals.set_sources(source.row_values.names, source.numbered_sources)
         self.same_pack_check.start_training()
@@ -158,21 +160,23 @@ class Objective(TrainerPart):
                 over this micro-batch.
         """
         if self.args.packing:
+            # Refuse a pack while the model has its own attention, which may ignore the boundaries of documents
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
-        layout = layout_of(inputs)
+        layout = layout_of(inputs)  # which document each token belongs to
         if self._trainer.aux_loss_enabled:
             inputs["output_router_logits"] = True
         with self.router_logits(inputs, layout) as router_logits:
             loss, outputs = self._loss(model, inputs, layout, num_items=num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # The count is over all ranks, but DDP averages gradients over them
+            # The loss is divided by the tokens of all ranks, and DDP averages gradients over ranks, so it divides again
             loss = loss * self._data.ranks.count
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
         if self._trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
             if self._trainer.compute_loss_func is None:
+                # The router loss is a mean over micro-batches, of which `count_step` has counted those with documents
                 num_statistics = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
 
@@ -191,7 +195,8 @@ class Objective(TrainerPart):
     def dummy_loss(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None) -> Tensor:
         """Return 0, the loss of a micro-batch without a trained token, with gradients of 0 for all parameters.
 
-        The forward runs because other ranks wait for its collective calls. Nothing is added to the log.
+        The forward runs because other ranks wait for its collective calls. Nothing is added to the log. `log_probs` is
+        0 where no label is trained.
         """
         self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
@@ -218,8 +223,8 @@ class Objective(TrainerPart):
             outputs = model(**inputs, fused_lm_head=True)
         # Second case: the loss of the user
         if user_loss is not None and self.args.packing and not has_trained_tokens(inputs):
-            # The user's mean over a dummy would be 0 / 0. This sum is 0, also if logits are infinite. Its backward runs
-            # as the forwards ran, because other ranks wait for them
+            # The user's mean over a dummy would be 0 / 0. This sum is 0, also if logits are infinite. It depends on the
+            # logits, so that the backward runs, for which other ranks wait
             is_masked = outputs.label_mask.new_ones(()).bool()
             return logits.masked_fill(is_masked, 0).sum(), outputs
         if user_loss is not None:
@@ -251,6 +256,8 @@ class Objective(TrainerPart):
             num_classes: number of terms that are summed in each of the values; the mean is divided by it, too.
         """
         # `count` is the divisor in this batch and `num_items` the divisor in the step. Weights replace both.
+        # `targets.documents` has the document of each selected value, and `targets.trained` the targets of each
+        # document
         values = targets.select(values)
         count = targets.select(mask).sum()
         if self.args.document_weighting == "document":
@@ -310,7 +317,8 @@ class Objective(TrainerPart):
             weights_of_batches = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
             weight = torch.stack(weights_of_batches).sum()
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
-        return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])  # one label for each target
+        # In a `batch_to_count`, each target has one label, also if documents share the token
+        return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
 
     # Auxiliary terms
 
@@ -328,7 +336,8 @@ class Objective(TrainerPart):
         collected: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_be_dummy = inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
-        may_have_placeholder = not self._data.reading.stacks_documents  # a document in place of missing images
+        may_have_placeholder = not self._data.reading.is_text_only  # a document in place of missing images
+        # `weighs_rows`: documents share tokens, or the batch is a part of a pack
         counts_tokens_once = not (pads or may_be_dummy or may_have_placeholder or layout.weighs_rows)
         if not self._trainer.aux_loss_enabled or not layout.is_packed or counts_tokens_once:
             yield collected
@@ -359,7 +368,7 @@ class Objective(TrainerPart):
         if not router_logits:
             return outputs.aux_loss
         config = base_model(self._trainer.model).config.get_text_config()
-        counts = layout.row_counts(trained)
+        counts = layout.row_counts(trained)  # how many documents each token of this rank belongs to
         if not layout.group.is_alone:
             value = group_load_balancing(
                 router_logits,
@@ -458,7 +467,7 @@ def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Te
     return label_losses.masked_fill(is_untrained, 0), summed_losses.masked_fill(is_untrained, 0)
 
 
-def check_one_document_per_row(inputs: dict[str, Any]) -> None:
+def refuse_shared_prefixes(inputs: dict[str, Any]) -> None:
     """Refuse a pack with shared prefixes before TRL computes its loss, as TRL does in evaluation mode."""
     layout = layout_of(inputs)
     if not layout.shares_rows:

@@ -51,7 +51,7 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
         args,
         tokenizer=processing_class,
         completion_only_loss=trains_only_completions(args),
-        keeps_bad_rows=True,
+        keeps_bad_rows=True,  # without tokens
     )
     assert isinstance(prepared.rows, Dataset)
     return prepared.rows, prepared.turns
@@ -95,6 +95,7 @@ def check_data(
             "had before is not known from tokens. Give the rows as they were before."
         )
     if isinstance(processing_class, ProcessorMixin) and formatting_func is None:
+        # Images that messages name by a path become a column of images
         dataset = image_support().with_named_images(dataset, name)
     rendering = rendering_of(processing_class, args, formatting_func)
     return prove_data(dataset, name, rendering, num_proc=None if args is None else args.dataset_num_proc)

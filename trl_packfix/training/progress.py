@@ -1,5 +1,8 @@
 """Show on stderr what is done before the first step, where users wait for it: on rank 0 only.
 
+A *proof* tests that documents in a pack do not influence each other on the user's model. If they do, modules of the
+model are *repaired*, if possible.
+
 `status_shown` shows a text and the elapsed time while the dataset is read or a model is proved; `proof_status` adds how
 many forwards the proof has run. The `say_deepspeed_*` functions print a line before DeepSpeed compiles an extension,
 which takes minutes and prints nothing.
@@ -56,7 +59,7 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
             count += 1
             action = "Proving isolation"
             usual_count = f" of about {USUAL_FORWARDS}" if count <= USUAL_FORWARDS else ""
-            if packed_model.repaired:
+            if packed_model.repaired:  # modules that now get one document at a time
                 action = f"Repairing {', '.join(repair.module for repair in packed_model.repaired)}"
                 usual_count = ""
             show_status(f"{action} on {type(model).__name__}: forward {count}{usual_count}")

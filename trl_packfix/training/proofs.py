@@ -29,12 +29,13 @@ def prove_feature(trainer: TrainerView, data: TrainingData, wrapped: nn.Module) 
     """
     if not (data.shares_rows and trainer.packed_model.is_proved):
         return None
+    # In the context `attending` the model has the attention that keeps documents of a pack apart
     with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
         reason = trainer.packed_model.prove_feature(wrapped)
     if reason is None:
         return None
-    trainer.packed_model.feature.refuse_model(reason, trainer.args.on_leak)
-    data.shares_rows = False
+    trainer.packed_model.feature.refuse_model(reason, trainer.args.on_leak)  # raises, or warns
+    data.shares_rows = False  # packs are collated without the feature from now on
     return reason
 
 

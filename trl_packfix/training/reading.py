@@ -31,16 +31,16 @@ class TextReading(TrainerPart):
     """Reads the datasets of a run whose rows are text. The classes of features override its methods.
 
     Attributes:
-        packs_in_trl: whether TRL accepts `packing=True` with such rows.
-        stacks_documents: whether documents of one length can be the rows of one batch: they are tokens alone.
+        trl_accepts_packing: whether TRL's constructor accepts `packing=True` with such rows.
+        is_text_only: whether documents hold only text, so that documents of one length can be the rows of one batch.
         has_stored_tokens: whether the tokens of all documents can be read without a processor.
         feature: the feature of packs, by which they are proved.
         tower: the part of the model that reads no text; an empty module if there is none.
         compare: returns the content of documents that `PrefixCollator` compares; None compares tokens.
     """
 
-    packs_in_trl = True
-    stacks_documents = True
+    trl_accepts_packing = True
+    is_text_only = True
     has_stored_tokens = True
     feature: Feature = PLAIN
     tower = nn.Module()
@@ -48,50 +48,50 @@ class TextReading(TrainerPart):
 
     # Datasets
 
-    def read(self, dataset: Dataset, name: str) -> RowReader:
+    def make_reader(self, dataset: Dataset, name: str) -> RowReader:
         """Return the reader of a table."""
         return TokenReader(dataset)
 
-    def reads(self, dataset: Dataset) -> bool:
-        """Return whether `read` reads a table: TRL has tokenised it."""
+    def can_read(self, dataset: Dataset) -> bool:
+        """Return whether `make_reader` can read a table: TRL has tokenised it."""
         return "input_ids" in dataset.column_names
 
-    def of_stream(self, vocab_size: int | None) -> StreamRows:
+    def stream_rows(self, vocab_size: int | None) -> StreamRows:
         """Return the object that makes documents of the rows of a stream."""
         return StreamTokens(vocab_size)
 
-    def first_of_stream(self, dataset: IterableDataset) -> Any:
+    def first_stream_row(self, dataset: IterableDataset) -> Any:
         """Return the tokens of the first row of a stream, or what else tells rows apart."""
         return np.asarray(next(iter(dataset))["input_ids"]).tolist()
 
-    def table(self, dataset: IterableDataset) -> Dataset:
+    def read_whole_stream(self, dataset: IterableDataset) -> Dataset:
         """Read a whole finite stream into a table in memory, with the columns that the trainer reads."""
         return read_whole(dataset, self.args.weight_column, self.args.source_column)
 
     # Batches
 
-    def of_packs(self) -> PackContent:
+    def pack_content(self) -> PackContent:
         """Return what packs hold beside tokens."""
         return TEXT_CONTENT
 
-    def replaces(self, collate: Callable[..., Any]) -> bool:
-        """Return whether `padded` knows what to do for TRL's collator, which a user may have replaced."""
+    def can_replace(self, collate: Callable[..., Any]) -> bool:
+        """Return whether `padded_collator` can replace a collator: it is TRL's own, and not the user's."""
         return isinstance(collate, DataCollatorForLanguageModeling)
 
-    def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+    def padded_collator(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """Return the collator of padded batches, which may call TRL's collator `collate`."""
         return PaddedCollator(collate)
 
     def check_padded(self, reader: RowReader) -> None:
         """Refuse a table that cannot be evaluated in padded batches."""
 
-    def alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
+    def select_alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
         """Return those of some documents on which all ranks run the same parts of the model. All ranks must call."""
         return documents
 
     # Costs
 
-    def costs(self, costs: CostModel) -> CostModel:
+    def document_costs(self, costs: CostModel) -> CostModel:
         """Return the costs of documents, from the costs of their tokens."""
         return costs
 

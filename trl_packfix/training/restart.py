@@ -49,7 +49,8 @@ class Restart(TrainerPart):
     def __init__(self, trainer: TrainerView, data: TrainingData):
         super().__init__(trainer)
         self._data = data
-        # Files that an earlier run wrote in the folder of the unfinished checkpoint; the result of `note_times`
+        # Files that an earlier run wrote in the folder of the unfinished checkpoint: the time of their last change, by
+        # name
         self._earlier_files: dict[str, int] = {}
 
     def choose_checkpoint(self, requested: str | bool | None) -> str | bool | None:
@@ -59,7 +60,7 @@ class Restart(TrainerPart):
             requested: `resume_from_checkpoint` of the user, see `checkpoints.choose_checkpoint`.
 
         Returns:
-            The folder of the checkpoint. For a new run None, or the value that the user gave to ask for one.
+            The folder of the checkpoint. For a new run None, or `requested` if it is None, False or "".
         """
         self.resumed = None
         if not requested:
@@ -197,8 +198,8 @@ class Restart(TrainerPart):
     def resume_loader(self, checkpoint: str | None, max_steps: int) -> None:
         """Let the loader continue from the position saved in `checkpoint`. `max_steps` are the steps of the run."""
         if checkpoint is not None:
-            # transformers takes `max_steps` for the steps of an epoch of a loader without a length, and discards the
-            # micro-batches of the running epoch
+            # The loader of a stream has no length, so for transformers an epoch has `max_steps` steps. It discards the
+            # micro-batches that were trained in the running epoch
             num_steps = self._trainer.state.global_step % max_steps
             self._data.source.resume_loader(checkpoint, num_steps * self.args.gradient_accumulation_steps)
 

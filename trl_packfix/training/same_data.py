@@ -17,7 +17,7 @@ def check_same_documents(documents: Documents, name: str, world_size: int) -> No
     """Raise ValueError on all ranks if a rank has other documents than rank 0. All ranks must call it.
 
     Args:
-        documents: the documents of this rank, with their fingerprint.
+        documents: the documents of this rank. Their fingerprint is a hash of lengths and sampled tokens.
         name: how a message names the dataset, at the beginning of a sentence.
         world_size: the number of processes.
     """
@@ -49,7 +49,7 @@ def check_same_stream(stream: PackedStream, num_steps: int) -> None:
         stream: the stream of this rank.
         num_steps: the number of optimizer steps that were trained.
     """
-    state = stream.state_after(num_steps)
+    state = stream.state_after(num_steps)  # the position of this rank in the stream, as checkpoints save it
     # Of each rank: how many neighbouring ranks share its stream, and a digest of the documents that it has read
     rank_states: list[tuple[int, int]] = gather_object([(state["count"], state["digest"])])
     for rank, (num_sharing, digest) in enumerate(rank_states):

@@ -3,7 +3,8 @@
 A *table* (`table_source.py`) is read into documents when the trainer is constructed, and its packs are planned epoch
 by epoch. A *stream* (`stream_source.py`) is read and packed while the model trains. The rest of the trainer uses a
 `Source` and does not know which of the two it is: `loading.py` makes it, and takes the loader of packs from it;
-`restart.py` saves and continues its position; the loss and the proofs read how it packs.
+`restart.py` saves and continues its position. The loss reads how it packs, and so do the proofs, which test on the
+user's model that documents in a pack do not influence each other.
 
 A *document* is one training example as the model reads it; a *pack* is one sequence of several documents that the model
 reads together. With sequence parallelism several ranks share a pack, and their number is its *degree*.
@@ -40,7 +41,8 @@ class LoadingView(Protocol):
         reading: reads datasets and collates documents.
         ranks: the place of this process among the data-parallel ranks.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
-        turn_counts: how many conversations were read, and how many samples their turns became; None without `per_turn`.
+        turn_counts: how many conversations were read, and how many samples their turns became. None without `per_turn`,
+            which makes a sample of each assistant turn.
     """
 
     reading: TextReading
@@ -49,19 +51,26 @@ class LoadingView(Protocol):
     turn_counts: PerTurnCounts | None
 
     @property
-    def unpacked_counts_first(self) -> bool:
-        """Whether TRL's loss without packing divides by a count that includes the first label of each row.
+    def trl_counts_first_labels(self) -> bool:
+        """Whether TRL without packing would count the first label of each row in the divisor of its loss.
 
-        No token predicts the first token of a row, so this label is never trained. The report says the difference.
+        No token predicts the first token of a row, so its label is never trained. If a row has 10 labels, TRL then
+        divides the sum of 9 losses by 10. The packing report says by how much this changes the loss.
         """
 
     @property
     def value_columns(self) -> dict[str, str]:
-        """The columns of the dataset with weights and sources of rows, by the keys that they have in a batch."""
+        """The columns with the weight and the data source of each row (`weight_column`, `source_column`).
+
+        They are given by the keys that the values have in a batch.
+        """
 
     @property
     def packing_arguments(self) -> dict[str, Any]:
-        """The arguments of `make_planner` and `packing_of` that follow from the model, the engine and the ranks."""
+        """The arguments of `make_planner` and `packing_of` (`planner.py`) that the config does not have.
+
+        For example, `world_size` is the number of data-parallel ranks, and `cost_model` has the FLOPs of the model.
+        """
 
     @property
     def loader_settings(self) -> dict[str, Any]:
@@ -69,14 +78,14 @@ class LoadingView(Protocol):
 
     @property
     def worker_kwargs(self) -> dict[str, Any]:
-        """The user's settings of the workers, as arguments of `document_loader`."""
+        """The arguments `multiprocessing_context`, `prefetch_factor` and `in_order` of `document_loader`."""
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
         """Return the collator that turns the documents of a pack into a batch.
 
         Args:
-            keys: the keys of the row values (weights, sources) that the batch also has.
-            names_sources: whether documents have the names of their sources and not numbers, as in a stream.
+            keys: the keys of weights and sources that the batch also has.
+            names_sources: whether documents have the names of their data sources and not numbers, as in a stream.
         """
 
     def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
@@ -94,8 +103,8 @@ class Source(ABC):
 
     Attributes:
         kind: what messages call the training set.
-        row_values: the weight and the source (`source_column`) of each row of a table. It is empty for a stream, whose
-            documents have these values themselves.
+        row_values: the weight and the data source (`source_column`) of each row of a table. It is empty for a stream,
+            whose documents have these values themselves.
         numbered_sources: for a stream, the number of each name in `source_column`. A rank numbers the names as it reads
             them. None for a table, whose batches have numbers, and without `source_column`.
     """
@@ -162,20 +171,22 @@ class Source(ABC):
         set of which no epoch is planned ahead.
         """
         args = self.args
-        degree = max(self.degrees, default=1)  # the most ranks, as the largest groups must get equal documents
+        degree = max(self.degrees, default=1)  # ranks in the largest groups. All ranks of a group get equal documents
         first_rows = self._trainer.train_dataset.take(num_documents)
         documents = list[dict[str, Any]]()
         try:
-            table = self._data.reading.table(first_rows)
-            reader = self._data.reading.read(table, "train")
-            values = read_row_values(table, args.weight_column, None, name="train")
-            spans = make_documents(reader, args.max_length, args.effective_overlong)
-            rows = DocumentDataset(reader, spans, values=values)
-            documents = rows.__getitems__([*range(min(num_documents, len(rows)))])
+            table = self._data.reading.read_whole_stream(first_rows)  # in memory
+            reader = self._data.reading.make_reader(table, "train")  # reads the tokens of a row
+            # Only weights: without a log, data sources have no effect
+            values = read_row_values(table, args.weight_column, source_column=None, name="train")
+            # Where each document begins and ends in its row; `overlong` says what is done with too long documents
+            spans = make_documents(reader, args.max_length, overlong=args.effective_overlong)
+            document_dataset = DocumentDataset(reader, spans, values=values)
+            documents = document_dataset.__getitems__([*range(min(num_documents, len(document_dataset)))])
         except ValueError:
             # A row has an error. In training the stream drops this row, or names it in an error.
             pass
-        return documents, Group(degree, self._data.ranks.rank % degree)
+        return documents, Group(size=degree, rank=self._data.ranks.rank % degree)
 
     def callbacks(self) -> list[TrainerCallback]:
         """Return the callbacks that the training set needs."""

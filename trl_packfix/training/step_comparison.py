@@ -92,6 +92,7 @@ def choose_documents(documents: list[Document]) -> list[Document]:
     First come the two documents with the longest common beginning, which `share_prefixes` computes once. Then come
     documents with images, and then texts, each the shortest first.
     """
+    # A dummy is a document without a trained token
     shortened = [_shorten(document) for document in documents] or [dummy_document(0)]
     short_enough = [document for document in shortened if document_length(document) <= MOST_TOKENS]
     candidates = short_enough or [min(shortened, key=document_length)]
@@ -115,7 +116,7 @@ def _num_common_tokens(documents: list[Document]) -> int:
 
 def is_text(document: Document) -> bool:
     """Return whether a document has no images, only text and perhaps a weight."""
-    return document.keys() <= TEXT_KEYS | {WEIGHTS}
+    return document.keys() <= TEXT_KEYS | {WEIGHTS}  # `TEXT_KEYS`: `input_ids` and `labels`
 
 
 def _shorten(document: Document) -> Document:

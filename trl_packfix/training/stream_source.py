@@ -89,7 +89,7 @@ class StreamSource(Source):
             self._trainer.train_dataset,
             packing_of(args, **data.packing_arguments),
             rank=data.ranks.rank,
-            rows=data.reading.of_stream(data.vocab_size),
+            rows=data.reading.stream_rows(data.vocab_size),  # makes documents of rows
             pad_token_id=self._trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=data.worker_kwargs,
@@ -97,7 +97,8 @@ class StreamSource(Source):
             source_column=args.source_column,
         )
         collate = data.training_collator(data.value_columns, names_sources=True)
-        # The workers of this loader finish the documents of packs. The stream has other workers, which read its rows.
+        # The stream has workers that read its rows. The loader has other workers, which process the images of packs, if
+        # there are images (`finishes`)
         settings = data.loader_settings
         if not stream.rows.finishes:
             settings["num_workers"] = 0
@@ -109,7 +110,8 @@ class StreamSource(Source):
                 "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart "
                 "goes on behind the last one."
             )
-        # Workers take packs before they are trained. The stream remembers its state at each of these packs.
+        # Workers take packs before they are trained. The stream remembers its state at this number of packs, so that
+        # the state of the last trained pack can be saved
         stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
         loader = document_loader(FinishedPacks(stream.rows), stream, collate, **settings)
         return loader, make_stream_report(stream, args.max_steps)
@@ -135,7 +137,7 @@ class StreamSource(Source):
         """Write the position of this rank in the stream into a checkpoint. Its state gets no further entry."""
         if self.stream is None:
             return None
-        if self._data.ranks.index == 0:  # processes that divide a model between them have equal positions
+        if self._data.ranks.copy_index == 0:  # processes that divide a model between them have equal positions
             saved = self.stream.state_dict(self._trainer.state.global_step)
             checkpoints.write_synced(stream_file(folder, self.stream.rank), partial(torch.save, saved))
         return {}
@@ -159,7 +161,7 @@ def resume_stream_at(
         ignore_data_skip: whether to begin with the first row in place of the position.
     """
     if ignore_data_skip:
-        stream.begin(num_steps)
+        stream.begin(num_steps)  # reads from the first row, and numbers the next optimizer step after `num_steps`
         return
     # First, continue from the file of this rank, if it was saved with the same settings and number of ranks
     state = None
@@ -172,7 +174,8 @@ def resume_stream_at(
         states = [_read_saved_stream(checkpoint, rank, stream) for rank in range(num_ranks_before)]
         state = stream.merge_states(states)
         if stream.rank == 0:
-            # "count" is the number of neighbouring ranks that read the same rows, and so have equal states
+            # `state["count"]` is the number of neighbouring ranks that read the same rows, and so have equal states. In
+            # this run it is `num_alike` if the stream can be divided, and more if it cannot
             different_states = states[:: first_state["count"]]
             num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
             all_read_it = state["count"] > stream.ranks_per_share
@@ -211,7 +214,8 @@ class StreamCallback(TrainerCallback):
         args = self._trainer.args
         if args.world_size == 1:
             return
-        first_rows = gather_object([self._data.reading.first_of_stream(self._trainer.train_dataset)])
+        # The tokens of the first row, or for a row with images a hash
+        first_rows = gather_object([self._data.reading.first_stream_row(self._trainer.train_dataset)])
         differing_ranks = [rank for rank in range(args.world_size) if first_rows[rank] != first_rows[0]]
         if differing_ranks:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 `loading.py` constructs a `TableSource` and calls its methods. The rows are cut into documents when the trainer is
 constructed. When training starts, `EpochPlanner` plans which documents share a pack in the first epoch, and the packing
-report is made.
+report is made. The rest of the trainer calls the methods that `Source` (`source.py`) describes.
 
 A resumed run trains every document of the epoch once, or it is refused. To decide this, the state of a checkpoint holds
 the settings, a hash of all documents, and a hash of the documents of every optimizer step. They are compared before the
@@ -46,10 +46,10 @@ from .trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
-# A checkpoint with other values of these settings may be resumed: batch size, accumulation, ranks, and the fields of
-# features (`share_prefixes`). `continue_planner` compares the documents of every optimizer step (`step_hash`). If they
-# are equal, the run continues with the same batches. If not, the remaining documents are planned anew, or the run is
-# refused.
+# A checkpoint with other values of these settings may be resumed: batch size, accumulation and number of ranks
+# (`REPLANNED_SETTINGS`), and the fields of features (`share_prefixes`). `continue_planner` compares the documents of
+# every optimizer step (`step_hash`). If they are equal, the run continues with the same batches. If not, the remaining
+# documents are planned anew, or the run is refused.
 ADJUSTABLE = REPLANNED_SETTINGS | FIELDS.keys()
 SAMPLE_LABEL = "sample of every document"  # the saved key of a hash of sampled tokens of each document
 
@@ -82,12 +82,14 @@ class TableSource(Source):
         self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
         if not args.packing:
             return
-        self.reader = self._data.reading.read(dataset, "train")
+        self.reader = self._data.reading.make_reader(dataset, "train")
         # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. All
         # turns have the weight and the source of their conversation. Rows without images were split before.
         self.row_values = self.row_values.select(self.reader.conversations)
+        # So the counts of turns come from this reader, or from the earlier split, and the report finds them in the
+        # reader
         self._data.turn_counts = self.reader.turns or self._data.turn_counts
-        self.reader.turns = self._data.turn_counts  # the report reads them
+        self.reader.turns = self._data.turn_counts
         with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
             self.documents = documents_of(self.reader, args)
         check_same_documents(self.documents, "The training set", args.world_size)
@@ -117,7 +119,9 @@ class TableSource(Source):
             # The report of many documents takes as much memory as their plan, so only one rank makes it
             reports: list[Any] = [None]
             if self.args.process_index == 0:
-                reports[0] = make_report(planner, self.reader, unpacked_counts_first=self._data.unpacked_counts_first)
+                reports[0] = make_report(
+                    planner, self.reader, trl_counts_first_labels=self._data.trl_counts_first_labels
+                )
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
             report = replace(broadcast_object_list(reports)[0], max_steps=max_steps)
         sampler = PackedBatchSampler(planner, self._data.ranks.rank)
@@ -159,7 +163,8 @@ class TableSource(Source):
         self.settings = settings_of(self.planner, self.reader)
         self._replanned_for = {}
         if resumed is not None:
-            self._replanned_for = continue_planner(*resumed, self.settings, planner=self.planner)
+            checkpoint, state = resumed
+            self._replanned_for = continue_planner(checkpoint, state, self.settings, planner=self.planner)
 
     @property
     def _planner_if_uneven(self) -> EpochPlanner | None:

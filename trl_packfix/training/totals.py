@@ -33,7 +33,7 @@ class FetchedBatch:
     """What is counted of a micro-batch when it is fetched.
 
     Attributes:
-        sizes: how much is computed for it.
+        sizes: tokens of its documents, and how many of them this rank computes.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         num_row_tokens: number of tokens on this rank, with padding.
         flops: FLOPs of forward and backward, ().
@@ -54,7 +54,7 @@ class ScoredBatch:
     Attributes:
         outputs: the outputs of the model, with `entropy`, `is_top1` and `label_mask` of each position.
         targets: selects the values of these positions that count.
-        aux_loss: the router loss, (); None without a router loss.
+        aux_loss: the load-balancing loss of a mixture of experts, (); None if it is not trained.
     """
 
     outputs: Any
@@ -66,12 +66,13 @@ class ScoredBatch:
         return self.targets.select(values).sum()
 
 
+# `group.count_once` is 0 on all ranks of a group but the first
 OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
     "trained_tokens": lambda batch: batch.group.count_once(batch.trained.sum()),
     "tokens": lambda batch: batch.group.count_once(batch.sizes.tokens),  # tokens of documents, without padding
-    # Tokens that the model computes: fewer than `tokens` if prefixes are shared
+    # Tokens that this rank computes, without padding: fewer than `tokens` if prefixes are shared
     "computed": lambda batch: batch.sizes.computed_rows,
-    # Tokens with padding. `torch.tensor` would synchronise with the device
+    # Tokens on this rank, with padding. `torch.tensor` would synchronise with the device
     "row_tokens": lambda batch: batch.trained.new_full((), batch.num_row_tokens),
     "documents": lambda batch: batch.group.count_once((batch.trained > 0).sum()),
     # `micro_batches` counts packs and `rows` counts parts of packs on ranks. Dummies do not count in either
@@ -180,7 +181,7 @@ class TrainingTotals:
         self._start_window()
         return window
 
-    def start_fetch(self) -> None:
+    def start_fetch_timer(self) -> None:
         """Note the time before the batches of the next optimizer step are fetched."""
         self._fetch_started = time.perf_counter()
         if self._window_started is None:
@@ -209,7 +210,10 @@ class TrainingTotals:
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
     def add_sources(self, loss: Tensor, label_mask: Tensor, sources: Tensor) -> None:
-        """Add the losses and trained tokens of each source in one micro-batch on this rank, see `sums_by_source`."""
+        """Add the losses and trained tokens of each source in one micro-batch on this rank.
+
+        The arguments are those of `sums_by_source`.
+        """
         num_sources = len(self.sources) if self._stream_sources is None else MAX_SOURCES
         sums = sums_by_source(loss, label_mask, sources, num_sources=num_sources)
         if self._stream_sources is None:
@@ -276,8 +280,8 @@ class TrainingTotals:
         """
         sums = span.sums
         elapsed = span.seconds
-        # Entropy and accuracy are means over the labels that were scored, not over `trained_tokens`: a subclass may
-        # change the labels of a batch, and prompt tuning adds a label to each row
+        # Entropy and accuracy are means over the labels that the model scored, not over `trained_tokens`: a subclass
+        # may change the labels of a batch, and prompt tuning adds a label to each row
         num_scored = max(sums["scored"], 1.0)
         capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
         output_metrics = {

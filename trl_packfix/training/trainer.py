@@ -80,7 +80,7 @@ from .first_step import FirstStep
 from .foreign_keys import with_hints
 from .loading import TrainingData, unpacked_rows
 from .memory import MeasureMemory
-from .objective import Objective, check_one_document_per_row
+from .objective import Objective, refuse_shared_prefixes
 from .progress import say_deepspeed_offloads
 from .restart import Restart
 from .user_code import UserCode
@@ -142,7 +142,8 @@ class SFTTrainer(trl.SFTTrainer):
     evaluation: Evaluation
     restart: Restart
 
-    @partial(with_hints, fields=SFTConfig.__dataclass_fields__)  # hints for arguments that another trainer has
+    # For an argument that only another trainer has, the TypeError says what to set here
+    @partial(with_hints, fields=SFTConfig.__dataclass_fields__)
     def __init__(  # noqa: PLR0913 - the signature of TRL
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -165,12 +166,13 @@ class SFTTrainer(trl.SFTTrainer):
 
         # 1. Settings and datasets are checked before anything is loaded or tokenised.
         model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-        args = adopt_args(args, f"{model_name.split('/')[-1]}-SFT")
+        args = adopt_args(args, default_output_dir=f"{model_name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
-            # TRL's own check would refuse `padding_free` with a `max_length`
+            # TRL's own check would refuse `padding_free` with a `max_length`. With "minibatch" the documents of each
+            # micro-batch of unpacked training make one pack, as with `padding_free` in TRL
             args.packing = True
             args.packing_strategy = "minibatch"
-        train_dataset = without_format(train_dataset)
+        train_dataset = without_format(train_dataset)  # rows of Python objects, whatever `set_format` has set
         eval_dataset = without_format(eval_dataset)
         may_have_processor = processing_class is None or isinstance(processing_class, ProcessorMixin)
         if may_have_processor and formatting_func is None:
@@ -178,6 +180,7 @@ class SFTTrainer(trl.SFTTrainer):
             train_dataset = image_support().with_named_images(train_dataset, "train")
             eval_dataset = image_support().with_named_images(eval_dataset, "eval")
         arguments |= {"args": args, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        # The class is checked, too, because a subclass may have a sampler of its own
         checks.check_before_loading(checks.settings_of_trainer(type(self), arguments))
         if args.use_liger_kernel:
             # As TRL does from 1.16 on: Liger's default is a loss that replaces the model's forward
@@ -188,10 +191,11 @@ class SFTTrainer(trl.SFTTrainer):
             args.padding_free = False
 
         # 2. The parts are made before TRL is constructed, because TRL prepares the datasets in its constructor. Two
-        # parts get this class: a method that the trainer does not have from it was replaced by the user.
+        # parts get this class, to find out which of its methods the user has overridden.
         self.packing_report = None
         self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.training_objective = Objective(self, data, compute_loss_func)
+        # A rank without a document in a micro-batch runs a dummy, a batch without a trained token. Its loss is 0
         self.user_code = UserCode(self, SFTTrainer, self.training_objective.dummy_loss)
         self.evaluation = Evaluation(self, data, self.training_objective, package_class=SFTTrainer)
         self.restart = Restart(self, data)
@@ -205,7 +209,7 @@ class SFTTrainer(trl.SFTTrainer):
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
         # `assistant_only_loss` with most chat templates. This package does both itself, and hides the settings.
         values_for_trl: dict[str, Any] = {
-            "packing": args.packing and data.reading_class.packs_in_trl,
+            "packing": args.packing and data.reading_class.trl_accepts_packing,
             "assistant_only_loss": False,
         }
         if args.packing:
@@ -220,10 +224,10 @@ class SFTTrainer(trl.SFTTrainer):
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only_loss and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             # Rows with images are tokenised by the collator, so the collator masks what is not trained.
-            rule = TurnRule.from_args(args)
-            self.data_collator = image_support().masking_collator(self.data_collator, rule)
-            counts = image_support().count_turns(train_dataset, rule)
-            data.trained_summary = replace(data.trained_summary, counts=counts)
+            trained_turns = TurnRule.from_args(args)  # says which turns of a conversation are trained
+            self.data_collator = image_support().masking_collator(self.data_collator, trained_turns)
+            counts_of_turns = image_support().count_turns(train_dataset, trained_turns)
+            data.trained_summary = replace(data.trained_summary, counts=counts_of_turns)  # for the packing report
         data.prepare_run()  # reads the training set, and makes the collators and the packed model
         self.training_objective.prepare_model()  # adds the fused LM head, and makes the totals for the log
 
@@ -233,7 +237,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing:
             for callback in data.source.callbacks():  # a stream has a callback of its own
                 self.add_callback(callback)
-            # The method of this class, because the method of a subclass may count or log.
+            # The comparison runs the method of this class. What a subclass adds, such as counters, must not run in it.
             training_step = partial(SFTTrainer.training_step, self)
             self.first_step = FirstStep(self, data, self.training_objective, training_step=training_step)
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
@@ -271,18 +275,19 @@ class SFTTrainer(trl.SFTTrainer):
         check_rows(dataset, dataset_name)
         is_tokenised = "input_ids" in get_dataset_column_names(dataset)
 
-        # A tokenised table is checked. TRL would write its tokens a second time as labels, row by row. Without labels
-        # and with at most one mask, the reader makes the same labels from the tokens. If there are two masks, TRL
-        # combines them.
+        # A tokenised table is checked. TRL would write its tokens a second time as labels, row by row. The reader of
+        # the table makes the same labels from the tokens and one mask. If there are two masks (`completion_mask` and
+        # `assistant_masks`), TRL combines them.
         if is_tokenised and isinstance(dataset, Dataset):
             check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
             if packing and formatting_func is None and "labels" not in dataset.column_names:
-                dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                dataset = without_ignored_mask(dataset, self.completion_only_loss)  # a mask that TRL would not read
                 if len(mask_columns(dataset)) < 2:
                     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
-        # Other rows are tokenised here. TRL refuses a dataset with a transform, so it gets the dataset as it is.
+        # Other rows are tokenised here. A dataset with a transform is not: TRL gets it below, and raises the error.
         if not is_tokenised and not has_transform(dataset):
+            # In a training set, the columns of each row say whether it has a completion. TRL looks at the first row
             only_completions = trains_only_completions(args) if is_training_set else self.completion_only_loss
             prepared = make_samples(
                 dataset,
@@ -316,7 +321,8 @@ class SFTTrainer(trl.SFTTrainer):
         )
         if packing or not is_training_set:
             return prepared_by_trl
-        return unpacked_rows(prepared_by_trl, dataset, dataset_name, args=args)
+        # The rows that have a trained token. The uncut rows say how many TRL has dropped
+        return unpacked_rows(prepared_by_trl, uncut=dataset, name=dataset_name, args=args)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keep the columns with weights and sources of rows, which transformers would remove."""
@@ -427,13 +433,13 @@ class SFTTrainer(trl.SFTTrainer):
             # The run was resumed after its last step. transformers compares `max_steps` only after a step.
             self.control.should_training_stop = True
             return [], None
-        self.training_objective.totals.start_fetch()
+        self.training_objective.totals.start_fetch_timer()  # the log says how long training waits for batches
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         # First, ranks that share a pack check that they have read the same pack. Then the batches on which the user's
-        # code will run are counted. At last, a document that is twice as long as all that were compared before is
-        # computed packed and unpacked, and compared.
+        # code will run are counted, all but dummies. At last, a document that is twice as long as all that were
+        # compared before is computed packed and unpacked, and compared.
         self.training_objective.same_pack_check.compare_packs(batches)
-        self.user_code.count_filled_batches(batches)
+        self.user_code.count_batches_for_user_code(batches)
         if self.args.packing:
             self.first_step.compare_longer(batches)
         return batches, num_items
@@ -477,7 +483,7 @@ class SFTTrainer(trl.SFTTrainer):
         """
         if self.model.training and self.training_objective.replaces_trl_loss:
             return self.training_objective.compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        check_one_document_per_row(inputs)
+        refuse_shared_prefixes(inputs)  # TRL's loss would count a token of several documents once
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager
@@ -516,22 +522,25 @@ class SFTTrainer(trl.SFTTrainer):
     # Evaluation. transformers fetches a loader, runs its loop over it, and calls `prediction_step` for each batch.
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader[Any]:
-        """Return the loader of an evaluation set that has every document once; TRL's loader where that cannot be.
+        """Return the loader of an evaluation set, in which every document is once.
+
+        TRL's loader is returned for batches that this package cannot make, as with a collator of the user's.
 
         Args:
             eval_dataset: a dataset, the name of one of the evaluation sets, or None for the set of the constructor.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self.data.constructed_with.refuse_changes(self.args, model)
+        self.data.constructed_with.refuse_changes(self.args, model)  # another model, or another `packing`
         evaluation_sets: Any = self.eval_dataset  # a dataset, or several by name
         dataset = evaluation_sets if eval_dataset is None else eval_dataset
         dataset = evaluation_sets[dataset] if isinstance(dataset, str) else dataset
         needs_logits = self.compute_metrics is not None
+        # `must_be_prepared`: refuse rows that TRL has not tokenised in the constructor
         loader = self.evaluation.make_loader(dataset, needs_logits=needs_logits, must_be_prepared=True)
         return super().get_eval_dataloader(eval_dataset) if loader is None else loader
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader[Any]:
-        """Return the loader of `predict`, which has every document once; TRL's loader where that cannot be."""
+        """Return the loader of `predict`, in which every document is once, or TRL's loader as for an evaluation set."""
         loader = self.evaluation.make_loader(test_dataset, needs_logits=True, must_be_prepared=False)
         return super().get_test_dataloader(test_dataset) if loader is None else loader
 
@@ -556,7 +565,7 @@ class SFTTrainer(trl.SFTTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return loss, logits and labels of a batch; logits and labels are None with `prediction_loss_only`."""
-        if self.evaluation.is_exact:
+        if self.evaluation.replaces_trl_metrics:  # the user has not defined the loss
             return self.evaluation.evaluate_batch(model, inputs, prediction_loss_only)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 

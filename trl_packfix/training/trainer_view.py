@@ -42,21 +42,21 @@ class TrainerView(Protocol):
     processing_class: Any  # a tokenizer or a processor
     _tokenizer: Any  # the tokenizer, or that of the processor
     _is_vision_dataset: bool  # whether the first row of the training set has images
-    padding_free: bool
+    padding_free: bool  # TRL: whether batches are packs
     completion_only_loss: bool
     _train_batch_size: int  # `auto_find_batch_size` lowers it
 
     # Loss
     compute_loss_func: Callable[..., Any] | None
-    compute_metrics: Callable[..., Any] | None
+    compute_metrics: Callable[..., Any] | None  # the metrics of the user, from predictions
     label_smoother: LabelSmoother | None
     aux_loss_enabled: bool  # whether the router loss of a mixture of experts is trained
     router_aux_loss_coef: float
     neftune_noise_alpha: float | None
     model_accepts_loss_kwargs: bool  # whether the loss gets the number of trained tokens of an optimizer step
     current_gradient_accumulation_steps: int
-    _loss_shifts_labels: bool
-    _total_train_tokens: int
+    _loss_shifts_labels: bool  # TRL: whether the loss counts only labels that a token before them predicts
+    _total_train_tokens: int  # logged as `num_tokens`
     _metrics: dict[str, Any]  # lists of values by mode and name; TRL's `log` averages them
 
     is_deepspeed_enabled: bool
@@ -87,22 +87,22 @@ class DataRanks:
         rank: the data-parallel rank of this process.
         count: the number of data-parallel ranks.
         copies: the number of processes of a data-parallel rank.
-        index: the index of this process among the `copies` processes of its data-parallel rank.
-        may_share: whether several processes may have the same pack, or parts of one pack (`tokens_per_rank`).
+        copy_index: the index of this process among the `copies` processes of its data-parallel rank.
+        may_share_packs: whether several processes may have the same pack, or parts of one pack (`tokens_per_rank`).
     """
 
     rank: int
     count: int
     copies: int
-    index: int
-    may_share: bool
+    copy_index: int
+    may_share_packs: bool
 
     @classmethod
     def from_args(cls, args: SFTConfig, copies: int) -> "DataRanks":
         """Return the place of this process if `copies` neighbouring processes divide each model."""
-        rank, index = divmod(args.process_index, copies)
-        may_share = copies > 1 or (args.world_size > 1 and args.tokens_per_rank is not None)
-        return cls(rank, args.world_size // copies, copies, index, may_share)
+        rank, copy_index = divmod(args.process_index, copies)
+        may_share_packs = copies > 1 or (args.world_size > 1 and args.tokens_per_rank is not None)
+        return cls(rank, args.world_size // copies, copies, copy_index, may_share_packs)
 
 
 class TrainerPart:

@@ -12,7 +12,7 @@ of this kind is written for padded batches, and a step of packs differs from a s
   with few trained tokens counts more than others. So planning makes these numbers similar, and
   `describe_uneven_micro_batches` says by how much they still differ.
 
-The trainer calls `count_filled_batches` when it fetches the micro-batches of an optimizer step. In the context
+The trainer calls `count_batches_for_user_code` when it fetches the micro-batches of an optimizer step. In the context
 `without_dummies`, transformers calls `_training_step` in place of the user's `training_step`.
 """
 
@@ -97,7 +97,7 @@ class UserCode(TrainerPart):
         """
         return nullcontext() if self.args.torch_compile else refused_if_unprepared(inputs)
 
-    def count_filled_batches(self, batches: list[dict[str, Any]]) -> None:
+    def count_batches_for_user_code(self, batches: list[dict[str, Any]]) -> None:
         """Count the micro-batches of an optimizer step on which the user's code will run."""
         if self.args.packing and self.methods:
             self._num_filled = sum(map(has_trained_tokens, batches))

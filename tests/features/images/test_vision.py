@@ -104,7 +104,7 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
     trainer = make(tmp_path)
     found = trainer.predict(held_out)
-    lengths = trainer.data.reading.read(held_out, "x").lengths
+    lengths = trainer.data.reading.make_reader(held_out, "x").lengths
     assert len(found.predictions) == 5
     assert (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
 

@@ -49,8 +49,8 @@ class ImageReading(TextReading):
     It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
     """
 
-    packs_in_trl = False  # TRL refuses `packing=True` with images
-    stacks_documents = False  # documents hold more than tokens
+    trl_accepts_packing = False  # TRL refuses `packing=True` with images
+    is_text_only = False  # documents hold more than tokens
     has_stored_tokens = False  # only the processor knows the tokens of a row
 
     def __init__(self, trainer: TrainerView):
@@ -64,37 +64,37 @@ class ImageReading(TextReading):
         self.feature = self.examples.feature
         self.tower = vision_tower(inner) or nn.Module()
 
-    def read(self, dataset: Dataset, name: str) -> RowReader:
+    def make_reader(self, dataset: Dataset, name: str) -> RowReader:
         """Return the reader of a table. A table without images that is tokenised is read as text."""
         if self._is_tokens(dataset):
-            return super().read(dataset, name)
+            return super().make_reader(dataset, name)
         return measure_rows(dataset, self.process, name, args=self.args, for_training=name == "train")
 
     def _is_tokens(self, dataset: Dataset | IterableDataset) -> bool:
         """Return whether a dataset is tokenised and has no images."""
         return "input_ids" in columns_of(dataset) and not has_images(dataset)
 
-    def reads(self, dataset: Dataset) -> bool:
-        """Return True: `read` reads every table."""
+    def can_read(self, dataset: Dataset) -> bool:
+        """Return True: `make_reader` reads every table."""
         return True
 
-    def of_stream(self, vocab_size: int | None = None) -> StreamImages:
+    def stream_rows(self, vocab_size: int | None = None) -> StreamImages:
         """Return the object that makes documents of the rows of a stream."""
         rule = TurnRule.from_args(self.args) if self.args.per_turn else None
         return StreamImages(
             self.process, self.args.dataset_text_field, rule, drops_bad_rows=self.args.bad_rows == "drop"
         )
 
-    def first_of_stream(self, dataset: IterableDataset) -> str:
+    def first_stream_row(self, dataset: IterableDataset) -> str:
         """Return a hash of the first row of a stream, which tells rows apart."""
-        rows, reading = self.of_stream().open_stream(dataset)
+        rows, reading = self.stream_rows().open_stream(dataset)
         return hashlib.sha256(repr(reading.encode_row(next(iter(rows)))).encode()).hexdigest()
 
-    def table(self, dataset: IterableDataset) -> Dataset:
+    def read_whole_stream(self, dataset: IterableDataset) -> Dataset:
         """Read a whole finite stream into a table in memory, with its images as they are stored in files."""
         if self._is_tokens(dataset):
-            return super().table(dataset)
-        rows, reading = self.of_stream().open_stream(dataset)
+            return super().read_whole_stream(dataset)
+        rows, reading = self.stream_rows().open_stream(dataset)
         value_columns = (self.args.weight_column, self.args.source_column)
         texts_and_values = []
         images = []
@@ -107,7 +107,7 @@ class ImageReading(TextReading):
         image_table = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=reading.mode)]}))
         return concatenate_datasets([Dataset.from_list(texts_and_values), image_table], axis=1)
 
-    def costs(self, costs: CostModel) -> CostModel:
+    def document_costs(self, costs: CostModel) -> CostModel:
         """Add the costs of images in the vision tower to the costs of tokens."""
         model = base_model(self._trainer.model)
         is_trained = any(parameter.requires_grad for parameter in self.tower.parameters())
@@ -118,7 +118,7 @@ class ImageReading(TextReading):
         image_sizes = sequence_sizes(inputs).to(dtype)
         return costs.tower(image_sizes, image_sizes**2).sum()
 
-    def of_packs(self) -> PackedImages:
+    def pack_content(self) -> PackedImages:
         """Return the object that adds images to the batch of a pack.
 
         If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
@@ -129,11 +129,11 @@ class ImageReading(TextReading):
         needs_image = accelerator.num_processes > 1 and not may_skip_tower
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
-    def replaces(self, collate: Callable[..., Any]) -> bool:
-        """Return True: `padded` can replace any collator, because it does not call it."""
+    def can_replace(self, collate: Callable[..., Any]) -> bool:
+        """Return True: `padded_collator` can replace any collator, because it does not call it."""
         return True
 
-    def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+    def padded_collator(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """Return the collator of padded batches."""
         return PaddedImageCollator(self.examples.layout, self._trainer._tokenizer.pad_token_id)
 
@@ -160,7 +160,7 @@ class ImageReading(TextReading):
             "without images as two sets."
         )
 
-    def alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
+    def select_alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
         """Return the documents with images if every rank has one, and otherwise the documents without images.
 
         A document without images does not run the vision tower, and ranks that run the tower would wait forever.
