@@ -104,9 +104,9 @@ class Chaos:
         self.name = name
         (self.folder / name).mkdir(exist_ok=True)
         settings = {"dataloader_num_workers": self.workers, "ranks": self.ranks, "port": free_port()}
-        given = (self.folder, name, self.attempt)
+        rank_arguments = (self.folder, name, self.attempt)
         self.processes = [
-            self.context.Process(target=rank_main, args=given, kwargs=settings | {"rank": rank})
+            self.context.Process(target=rank_main, args=rank_arguments, kwargs=settings | {"rank": rank})
             for rank in range(self.ranks)
         ]
         for process in self.processes:
@@ -149,8 +149,8 @@ class Chaos:
         every = SETTINGS["save_steps"]
         next_checkpoint = self.folder / "run" / f"checkpoint-{(step // every + 1) * every}"
         while all(process.is_alive() for process in self.processes):
-            seen = read_notes(notes)
-            if seen and seen[-1][0] >= step and (not in_saving or next_checkpoint.exists()):
+            steps = read_notes(notes)
+            if steps and steps[-1][0] >= step and (not in_saving or next_checkpoint.exists()):
                 time.sleep(self.random.uniform(0, 0.03 if in_saving else 0.1))
                 if victim.is_alive():
                     os.kill(victim.pid, signal.SIGKILL)
@@ -160,11 +160,11 @@ class Chaos:
 
     def compare(self, finished: bool) -> None:
         for rank, expected in enumerate(self.expected):
-            seen = read_notes(notes_of(self.folder, "run", self.attempt, rank))
-            if not seen:
+            steps = read_notes(notes_of(self.folder, "run", self.attempt, rank))
+            if not steps:
                 continue  # killed before its first batch
-            first = [step for step, _ in expected].index(seen[0][0])
-            if seen != expected[first : first + len(seen)]:
+            first = [step for step, _ in expected].index(steps[0][0])
+            if steps != expected[first : first + len(steps)]:
                 raise SystemExit(f"Attempt {self.attempt}, rank {rank} trained other batches than the run left alone.")
         if finished:
             weights, expected = (self.weights(name) for name in ("run/final", "alone/final"))
@@ -190,10 +190,12 @@ if __name__ == "__main__":
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             start = time.monotonic()
-            runs = Chaos(Path(scratch), ranks, arguments.workers, arguments.seed)
-            while runs.kills < arguments.rounds:
-                runs.round()
-            runs.round(kill=False)
-        result = f"{runs.runs} runs to the end: batches and weights as uninterrupted ({time.monotonic() - start:.0f} s)"
-        passed_over = f"{runs.unfinished} unfinished checkpoints passed over"
-        print(f"{ranks} rank(s): {runs.kills} kills, {passed_over}, {result}", flush=True)
+            rounds = Chaos(Path(scratch), ranks, arguments.workers, arguments.seed)
+            while rounds.kills < arguments.rounds:
+                rounds.round()
+            rounds.round(kill=False)
+        result = (
+            f"{rounds.runs} runs to the end: batches and weights as uninterrupted ({time.monotonic() - start:.0f} s)"
+        )
+        passed_over = f"{rounds.unfinished} unfinished checkpoints passed over"
+        print(f"{ranks} rank(s): {rounds.kills} kills, {passed_over}, {result}", flush=True)

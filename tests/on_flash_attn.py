@@ -72,10 +72,10 @@ def judge(model_type: str) -> dict:
     except Exception as error:
         return {"type": model_type, "attention": "", "refused": f"{type(error).__name__}: {error}"} | recorded()
     judgement = truth.judge(model)
-    found = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
-    found |= {"proved": report.isolated and report.equal, "right": judgement.right, "error": judgement.error}
-    found |= {"refusal": judgement.refusal, "repairs": "; ".join(map(str, packed.repaired))}
-    return found | recorded() | {"seconds": round(time.process_time() - started, 1)}
+    row = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
+    row |= {"proved": report.isolated and report.equal, "right": judgement.right, "error": judgement.error}
+    row |= {"refusal": judgement.refusal, "repairs": "; ".join(map(str, packed.repaired))}
+    return row | recorded() | {"seconds": round(time.process_time() - started, 1)}
 
 
 def judge_images(family: str) -> dict:
@@ -89,9 +89,9 @@ def judge_images(family: str) -> dict:
     recorded()
     packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=make_examples(family, model).feature)
     report = packed.prove(model)
-    found = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
-    found |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}
-    return found | {"proved": report.isolated and report.equal, "reason": packed.attention.reason} | recorded()
+    row = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
+    row |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}
+    return row | {"proved": report.isolated and report.equal, "reason": packed.attention.reason} | recorded()
 
 
 CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
@@ -110,10 +110,10 @@ def train(folder: Path, model_type: str, lora: bool, checkpointing: str) -> dict
     start = weights(trainer)
     recorded()
     trainer.train()
-    found = {"type": model_type, "lora": lora, "checkpointing": checkpointing}
-    found |= {"trained_with": trainer.packed_model.attention.name, "change": weights(trainer) - start}
-    found |= {"repaired": len(trainer.packed_model.repaired), "first_step": trainer.packing_report.first_step}
-    return found | recorded()
+    row = {"type": model_type, "lora": lora, "checkpointing": checkpointing}
+    row |= {"trained_with": trainer.packed_model.attention.name, "change": weights(trainer) - start}
+    row |= {"repaired": len(trainer.packed_model.repaired), "first_step": trainer.packing_report.first_step}
+    return row | recorded()
 
 
 def choose_for_cuda(model, enforce_flash_attention, dtype, device_type, **options):
@@ -126,11 +126,11 @@ def trainings(folder: Path):
         for lora in (False, True):
             first = None
             for checkpointing in CHECKPOINTING:
-                found = train(folder, model_type, lora, checkpointing)
-                change = found.pop("change")
+                row = train(folder, model_type, lora, checkpointing)
+                change = row.pop("change")
                 first = change if first is None else first
-                found["as_without_checkpointing"] = torch.equal(change, first)
-                yield found
+                row["as_without_checkpointing"] = torch.equal(change, first)
+                yield row
 
 
 if __name__ == "__main__":

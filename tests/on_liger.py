@@ -37,14 +37,18 @@ def judge(model_type):
     patches = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     apply = patches[model_type]
     with mock.patch.dict(patches, {model_type: mock.create_autospec(apply, side_effect=apply)}):
-        run, _ = trained(model_type, packing_strategy="minibatch", use_liger_kernel=True)
+        trainer, _ = trained(model_type, packing_strategy="minibatch", use_liger_kernel=True)
         kernels = {name: value for name, value in patches[model_type].call_args.kwargs.items() if name != "model"}
     change = weights(stock) - start
-    report = run.packed_model.isolation
-    found = {"type": model_type, "isolated": report.isolated, "equal": report.equal}
-    found |= {"repaired": list(map(str, run.packed_model.repaired)), "change": change.norm().item(), "kernels": kernels}
-    found["error"] = ((weights(run) - weights(stock)).norm() / change.norm()).item()
-    return found | {"max_difference": report.max_difference, "seconds": round(time.process_time() - started, 1)}
+    report = trainer.packed_model.isolation
+    row = {"type": model_type, "isolated": report.isolated, "equal": report.equal}
+    row |= {
+        "repaired": list(map(str, trainer.packed_model.repaired)),
+        "change": change.norm().item(),
+        "kernels": kernels,
+    }
+    row["error"] = ((weights(trainer) - weights(stock)).norm() / change.norm()).item()
+    return row | {"max_difference": report.max_difference, "seconds": round(time.process_time() - started, 1)}
 
 
 if __name__ == "__main__":

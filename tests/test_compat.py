@@ -34,13 +34,13 @@ def test_a_process_wide_change_lasts_until_its_last_user_ends():
     change.__enter__()
     second_has_begun = threading.Event()
     second_may_end = threading.Event()
-    seen = []
+    states = []
 
     def second():
         with change:
             second_has_begun.set()
             assert second_may_end.wait(60)
-            seen.append(switch.is_on)
+            states.append(switch.is_on)
 
     thread = threading.Thread(target=second)
     thread.start()
@@ -48,7 +48,7 @@ def test_a_process_wide_change_lasts_until_its_last_user_ends():
     change.__exit__()  # the first user ends before the second
     second_may_end.set()
     thread.join()
-    assert seen == [True]
+    assert states == [True]
     assert not switch.is_on
 
 

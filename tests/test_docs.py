@@ -278,7 +278,7 @@ def test_commands_exist(line, capsys):
         assert "trl_packfix" not in words or words[words.index("trl_packfix") + 1] in cli.COMMANDS
     else:
         source = (ROOT / files[0]).read_text()
-        given = {"--data"} & flags if "make_parser(__doc__, " in source else set()  # benchmarks/common.py
-        assert all(f'"{flag}"' in source for flag in flags - given)
+        parsed_flags = {"--data"} & flags if "make_parser(__doc__, " in source else set()  # benchmarks/common.py
+        assert all(f'"{flag}"' in source for flag in flags - parsed_flags)
         if "-k" in words:
             assert re.search(rf"^def test_\w*{words[words.index('-k') + 1]}", source, re.MULTILINE)

@@ -35,12 +35,12 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS`, which must succeed."""
     settings = os.environ | ENVIRONMENT
     command = [sys.executable, *arguments]
-    given = {"cwd": cwd, "env": settings, "timeout": PROCESS_SECONDS}
-    done = subprocess.run(command, capture_output=True, text=True, **given)
+    options = {"cwd": cwd, "env": settings, "timeout": PROCESS_SECONDS}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -52,7 +52,7 @@ needs_the_model = pytest.mark.skipif(
 
 @needs_the_model
 def test_tiny_demo(tmp_path):
-    done = run(str(EXAMPLES / "demo.py"), "--tiny", cwd=tmp_path)
+    done = run_program(str(EXAMPLES / "demo.py"), "--tiny", cwd=tmp_path)
     output = done.stdout
     before, after = re.search(r"before (\d+\.\d+), after (\d+\.\d+)", output).groups()
     assert float(after) < float(before) - 0.05
@@ -86,22 +86,22 @@ def test_the_demo_grades_its_answer(monkeypatch):
 
 @needs_the_model
 def test_tiny_dpo(tmp_path):
-    output = run(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path).stdout
+    output = run_program(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path).stdout
     margins = [float(margin) for margin in re.findall(r"margin +(-?\d+\.\d+)", output)]
     assert len(margins) == 4
     assert margins[0] == 0
     assert margins[-1] > 0.1
-    found = re.findall(r"(?:padded|real|computed) ([\d,]+)", output)[-3:]
-    padded, real, computed = (int(number.replace(",", "")) for number in found)
+    counts = re.findall(r"(?:padded|real|computed) ([\d,]+)", output)[-3:]
+    padded, real, computed = (int(number.replace(",", "")) for number in counts)
     assert computed < real < padded
     assert (tmp_path / "dpo_output" / "adapter_model.safetensors").is_file()
 
 
 def test_train_lora_then_merge(workplace):
     job = EXAMPLES / "configs" / "cpu_demo.yaml"
-    run(str(EXAMPLES / "train.py"), "--config", str(job), *small(workplace, "lora"), cwd=workplace)
+    run_program(str(EXAMPLES / "train.py"), "--config", str(job), *small(workplace, "lora"), cwd=workplace)
     assert (workplace / "lora" / "adapter_model.safetensors").is_file()
-    run(str(EXAMPLES / "merge_adapter.py"), "lora", "merged", "--dtype", "float32", cwd=workplace)
+    run_program(str(EXAMPLES / "merge_adapter.py"), "lora", "merged", "--dtype", "float32", cwd=workplace)
 
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
@@ -168,17 +168,17 @@ def test_the_notebook_for_colab_trains(workplace, monkeypatch):
 
 def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypatch):
     assert len((EXAMPLES / "with_transformers.py").read_text().splitlines()) <= 50
-    seen = []
+    lengths = []
     read = DocumentDataset.__getitems__
-    monkeypatch.setattr(DocumentDataset, "__getitems__", lambda *args: seen.append(args[1]) or read(*args))
+    monkeypatch.setattr(DocumentDataset, "__getitems__", lambda *args: lengths.append(args[1]) or read(*args))
     arguments = "use_cpu=True, per_device_train_batch_size=1, num_train_epochs=2"
     quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "MAX_LENGTH = 1024": "MAX_LENGTH = 128"}
     variables = execute("with_transformers.py", workplace, monkeypatch, **quick, **{'"bfloat16"': '"float32"'})
     num_steps = variables["trainer"].state.global_step
-    assert len(seen) == num_steps  # packs, not documents
+    assert len(lengths) == num_steps  # packs, not documents
     assert num_steps < 2 * NUM_ROWS
-    first = seen[: num_steps // 2]
-    second = seen[num_steps // 2 :]
+    first = lengths[: num_steps // 2]
+    second = lengths[num_steps // 2 :]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_ROWS))
     assert first != second  # every epoch has a plan of its own
 
@@ -209,19 +209,19 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
 
     def one_rank() -> None:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
-        found = train(accumulation=2)
+        trained_on_two = train(accumulation=2)
         if torch.distributed.get_rank() == 0:
-            torch.save(found, tmp_path / "two.pt")
+            torch.save(trained_on_two, tmp_path / "two.pt")
 
-    found = {"one": train(accumulation=4)}
+    results = {"one": train(accumulation=4)}
     checkpoints = {int(file.stem.split("-")[1]): file for file in tmp_path.glob("checkpoint-*.pt")}
     assert sorted(checkpoints) == [3, 6, 8]
     for step, file in checkpoints.items():  # within an epoch, and behind the first; from the last nothing is trained
         weights, printed = train(accumulation=4, resume=file)
-        assert torch.equal(flat(weights), flat(found["one"][0]))
+        assert torch.equal(flat(weights), flat(results["one"][0]))
         assert printed.count("gradient") == 8 - step
     assert fork_ranks(2, one_rank), capsys.readouterr().err
-    found["two"] = torch.load(tmp_path / "two.pt")
+    results["two"] = torch.load(tmp_path / "two.pt")
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
     trainer = build_trainer(
         tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings
@@ -232,7 +232,7 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     assert len(logs) == 8
     assert len(evaluated) == 2
     before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
-    for name, (weights, printed) in found.items():
+    for name, (weights, printed) in results.items():
         assert "24 documents in 16 micro-batches" in printed
         assert "proved on this model" in printed
         steps = re.findall(r"loss (\S+), gradient (\S+)", printed)

@@ -186,16 +186,16 @@ def test_each_entry_says_when_it_can_go(entry):
 
 def names_of_trl_looked_up_in_calls(tree: ast.AST) -> list[str]:
     """Return what the bodies of functions read from the module `trl` when they are called, its version aside."""
-    found = []
+    names = []
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for part in (node for statement in function.body for node in ast.walk(statement)):
             if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "trl" and part.attr != "__version__":
-                found.append(part.attr)
-    return found
+                names.append(part.attr)
+    return names
 
 
 def test_classes_of_trl_are_bound_at_import():
     """Scripts may set `trl.SFTTrainer` to ours, which would then call itself in place of TRL's."""
-    found = {file: names_of_trl_looked_up_in_calls(tree) for file, tree in SOURCE.trees.items()}
-    assert {file: names for file, names in found.items() if names} == {}
+    looked_up = {file: names_of_trl_looked_up_in_calls(tree) for file, tree in SOURCE.trees.items()}
+    assert {file: names for file, names in looked_up.items() if names} == {}
     assert names_of_trl_looked_up_in_calls(ast.parse("def f():\n    trl.SFTTrainer.train()")) == ["SFTTrainer"]

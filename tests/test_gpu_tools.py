@@ -65,16 +65,16 @@ LOOKS += [
 ]
 
 
-@pytest.mark.parametrize("code, given, seen", LOOKS)
-def test_torch_is_imported_in_the_environment_that_we_set(code, given, seen):
+@pytest.mark.parametrize("code, variables, printed_value", LOOKS)
+def test_torch_is_imported_in_the_environment_that_we_set(code, variables, printed_value):
     """We set one GPU, segments that grow and threads that sleep in waiting. What a launcher or user has set stays."""
     folders = [str(ROOT / name) for name in ("tests", "benchmarks", ".")]
     set_here = ("LOCAL_RANK", "RANK", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")  # by these tests
     env = {key: value for key, value in os.environ.items() if key not in set_here}
-    env |= {"PYTHONPATH": os.pathsep.join(folders)} | given
+    env |= {"PYTHONPATH": os.pathsep.join(folders)} | variables
     command = [sys.executable, "-c", FIRST_LOOK + code]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout == f"{seen}\n", done.stdout + done.stderr
+    assert done.stdout == f"{printed_value}\n", done.stdout + done.stderr
 
 
 # Evidence: parts without figures

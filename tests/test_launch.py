@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks.engines import deepspeed_config
-from support.launch import PROCESS_SECONDS, TORCHRUN, fork_ranks, free_port, run, small
+from support.launch import PROCESS_SECONDS, TORCHRUN, fork_ranks, free_port, run_logged, small
 from support.versions import gathers_on_cpus
 
 from trl_packfix.training.checkpoints import newest_whole
@@ -34,7 +34,7 @@ needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), 
 def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
     """Return exit code and output of a command, within four minutes."""
     log = folder / "launch.log"
-    return run(command, log, 240, **env), log.read_text()
+    return run_logged(command, log, 240, **env), log.read_text()
 
 
 # A rank hangs or dies

@@ -77,22 +77,22 @@ def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
     layout = layout_of(batch)
     mask = batch["labels"][:, 1:] != IGNORE_INDEX
     targets = layout.targets(mask)
-    found = [[] for _ in documents]
+    predictions = [[] for _ in documents]
     values = (targets.select(batch["labels"][:, 1:]), targets.select(batch["input_ids"][:, :-1]), targets.select(mask))
     for document, label, before, is_trained in zip(
         targets.documents.flatten().tolist(), *(value.flatten().tolist() for value in values), strict=True
     ):
         if is_trained:
-            found[document].append((before, label))
-    for document, pairs in zip(documents, found, strict=True):
+            predictions[document].append((before, label))
+    for document, pairs in zip(documents, predictions, strict=True):
         tokens = document["input_ids"]
         labels = document["labels"]
         assert pairs == [(tokens[i - 1], labels[i]) for i in range(1, len(tokens)) if labels[i] != IGNORE_INDEX]
-    assert targets.trained.tolist() == [len(pairs) for pairs in found]
+    assert targets.trained.tolist() == [len(pairs) for pairs in predictions]
     assert layout.document_count == len(documents)
     labels = layout.batch_to_count(batch)
     counted = labels["shift_labels"] if "shift_labels" in labels else labels["labels"][:, 1:]
-    assert (counted != IGNORE_INDEX).sum() == sum(map(len, found))
+    assert (counted != IGNORE_INDEX).sum() == sum(map(len, predictions))
 
 
 @pytest.mark.parametrize("kind", COLLATORS)
@@ -124,14 +124,14 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
     mask = batch["labels"][:, 1:] != IGNORE_INDEX
     expected = whole.targets(mask)
     wanted = pairs_of(expected, batch["labels"][:, 1:])
-    found = []
+    pairs = []
     for part in parts:
         targets = part[LAYOUT_KEY].targets(part["labels"][:, 1:] != IGNORE_INDEX)
         assert torch.equal(targets.trained, expected.trained)  # of the whole pack
-        found += pairs_of(targets, part["shift_labels"])
+        pairs += pairs_of(targets, part["shift_labels"])
         labels = part[LAYOUT_KEY].batch_to_count(part)["shift_labels"]
         assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, part["shift_labels"]))
-    assert sorted(found) == sorted(wanted)
+    assert sorted(pairs) == sorted(wanted)
     counts = torch.cat([part[LAYOUT_KEY].row_counts(expected.trained) for part in parts], dim=1)
     assert torch.equal(counts, whole.row_counts(expected.trained))
     sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT_KEY].sizes(expected.trained) for part in parts]
@@ -225,5 +225,5 @@ def test_questions_compile_to_one_graph(batch):
 def test_only_those_who_make_a_layout_know_its_class():
     """Everybody else asks `layout_of`, and so works with a new layout, too."""
     imports = re.compile(r"^ *from \.+layout import .*\b(SharedRowsLayout|PackedLayout|UnpackedLayout)\b", re.MULTILINE)
-    found = {name for name, path in MODULES.items() if imports.search(path.read_text())}
-    assert not {name for name in found if not name.startswith("features.")}
+    modules = {name for name, path in MODULES.items() if imports.search(path.read_text())}
+    assert not {name for name in modules if not name.startswith("features.")}

@@ -92,7 +92,7 @@ def made(tmp_path):
     for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
         shutil.copy2(path, tmp_path)
 
-    def run(*arguments, **kwargs):
+    def run_make(*arguments, **kwargs):
         env = {
             name: value
             for name, value in os.environ.items()
@@ -104,7 +104,7 @@ def made(tmp_path):
         )
         return done.stdout
 
-    return run
+    return run_make
 
 
 def test_the_demo_installs_no_more_than_it_needs(made):
@@ -124,9 +124,9 @@ def test_the_tests_install_the_rest(made, tmp_path):
     assert "pip" not in made("--dry-run", "demo")
 
 
-@pytest.mark.parametrize("given, seen", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_of_commands_sleep_while_they_wait(given, seen, made):
-    assert made("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show", **given) == f"{seen}\n"
+@pytest.mark.parametrize("setting, printed", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_of_commands_sleep_while_they_wait(setting, printed, made):
+    assert made("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show", **setting) == f"{printed}\n"
 
 
 @pytest.mark.parametrize("seconds", [FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS])

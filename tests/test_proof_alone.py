@@ -57,9 +57,9 @@ print(json.dumps(facts))
 @pytest.fixture(scope="module")
 def facts():
     """Return what the example found in a process where the other packages are hidden."""
-    given = json.dumps([HIDDEN, str(ROOT / "examples" / "proof_alone.py")])
+    arguments = json.dumps([HIDDEN, str(ROOT / "examples" / "proof_alone.py")])
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, given], env=settings, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, arguments], env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -30,15 +30,15 @@ def test_a_patch_fits_the_tested_versions(patch, tmp_path):
     names = re.findall(r"^--- a/(\S+)", patch.read_text(), re.MULTILINE)
     assert names
     for name in names:
-        found = importlib.util.find_spec(name.partition("/")[0])
-        if found is None:
+        spec = importlib.util.find_spec(name.partition("/")[0])
+        if spec is None:
             pytest.skip(f"{name} is not installed")
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(found.origin).parent.parent / name, tmp_path / name)
+        shutil.copy(Path(spec.origin).parent.parent / name, tmp_path / name)
     command = ["patch", "-p1", "--fuzz=0", "-i", patch]
-    given = {"cwd": tmp_path, "timeout": PROCESS_SECONDS}
-    run = subprocess.run(command, capture_output=True, text=True, **given)
-    assert run.returncode == 0, run.stdout
+    options = {"cwd": tmp_path, "timeout": PROCESS_SECONDS}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.stem)

@@ -46,7 +46,7 @@ MODULES = {
 def imports(module: str) -> set[str]:
     """Return the modules of this package that a module imports: at the top, in functions, under TYPE_CHECKING."""
     path = MODULES[module]
-    found = set()
+    imported = set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     package = [] if module == "__init__" else package
     for node in ast.walk(ast.parse(path.read_text())):
@@ -60,11 +60,11 @@ def imports(module: str) -> set[str]:
             base = [part for part in base if part]
             for alias in node.names:
                 target = ".".join([*base, alias.name])
-                found.add(target if target in MODULES else ".".join(base))
+                imported.add(target if target in MODULES else ".".join(base))
         elif isinstance(node, ast.Import):
             names = (alias.name.removeprefix("trl_packfix.") for alias in node.names)
-            found |= {name for name in names if name in MODULES}
-    return found - {module}
+            imported |= {name for name in names if name in MODULES}
+    return imported - {module}
 
 
 ARROWS = [(module, target) for module in MODULES for target in sorted(imports(module)) if "." in module]
@@ -154,14 +154,14 @@ def link_packages(folder: Path, requirements: list[str]) -> None:
         for extra in {"", *one.extras} - {extra for name, extra in done if name == one.name}:
             done.add((one.name, extra))
             try:
-                found = metadata.distribution(one.name)
+                distribution = metadata.distribution(one.name)
             except metadata.PackageNotFoundError:  # not for this machine
                 continue
-            needs = [Requirement(text) for text in found.requires or []]
+            needs = [Requirement(text) for text in distribution.requires or []]
             todo += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
-            for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
                 if not (folder / top).exists():
-                    (folder / top).symlink_to(found.locate_file(top))
+                    (folder / top).symlink_to(distribution.locate_file(top))
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +178,8 @@ def python(wheel, tmp_path_factory) -> Path:
 def run_with(python: Path, libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` in that environment, with these libraries."""
     settings = os.environ | {"PYTHONPATH": str(libraries)}
-    given = {"env": settings, "cwd": libraries.parent, "timeout": PROCESS_SECONDS}
-    return subprocess.run([python, *arguments], capture_output=True, text=True, **given)
+    options = {"env": settings, "cwd": libraries.parent, "timeout": PROCESS_SECONDS}
+    return subprocess.run([python, *arguments], capture_output=True, text=True, **options)
 
 
 @pytest.mark.processes
@@ -192,9 +192,9 @@ def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_insta
     assert not (libraries / "pytest").exists()
     names = [f"trl_packfix.{name}".removesuffix(".__init__") for name in MODULES if name != "__main__"]
     code = f"import importlib, trl_packfix as p\nfor name in {names}: importlib.import_module(name)\nprint(p.__file__)"
-    run = run_with(python, libraries, "-c", code)
-    assert run.returncode == 0, run.stderr
-    assert str(python.parent.parent) in run.stdout.splitlines()[-1]
+    done = run_with(python, libraries, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert str(python.parent.parent) in done.stdout.splitlines()[-1]
 
 
 REPAIR = """
@@ -219,8 +219,8 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
     leaking = leaking_example()
     leaking_test = (example + REPAIR).replace("Llama", leaking.module.removesuffix("Attention"))
     (tmp_path / "test_leaking.py").write_text(leaking_test)
-    run = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_leaking.py")
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "2 failed, 3 passed" in run.stdout
-    assert "PackingLeakError" in run.stdout
-    assert f"{leaking.first} ({leaking.module})" in run.stdout
+    done = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_leaking.py")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 failed, 3 passed" in done.stdout
+    assert "PackingLeakError" in done.stdout
+    assert f"{leaking.first} ({leaking.module})" in done.stdout

@@ -103,21 +103,21 @@ def test_our_calls_fit_its_functions(name, fa3):
     with StrictVarlen() as fa2:
         wanted = outputs_and_gradients(function, random_inputs(num_tokens, head_dim=64, dtype=torch.bfloat16))
     with Dispatched() as mode:
-        found = outputs_and_gradients(function, random_inputs(num_tokens, head_dim=64, dtype=torch.bfloat16))
+        results = outputs_and_gradients(function, random_inputs(num_tokens, head_dim=64, dtype=torch.bfloat16))
     on_fa2 = len(fa2.forwards), len(fa2.backwards)
     assert (fa3.calls["forward"], fa3.calls["backward"]) == on_fa2
     assert min(on_fa2) > 0
     assert not mode.forwards
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(results, wanted, strict=True):
         assert mine.abs().sum() > 0
         assert torch.equal(mine, theirs)
 
 
 def test_the_report_names_it(fa3):
     model = build_tiny_model("llama")
-    found = choose_attention(model, dtype=torch.bfloat16, device_type="cuda")
-    assert found.name == "packfix_varlen"
-    assert found.reason.startswith("FA3, which is activated in torch; in place of the model's sdpa")
+    choice = choose_attention(model, dtype=torch.bfloat16, device_type="cuda")
+    assert choice.name == "packfix_varlen"
+    assert choice.reason.startswith("FA3, which is activated in torch; in place of the model's sdpa")
     model.config._attn_implementation_internal = "flash_attention_3"
     assert choose_attention(model, dtype=torch.bfloat16, device_type="cuda").name == "flash_attention_3"
     shares = choose_attention(model, dtype=torch.bfloat16, device_type="cuda", needs_varlen=LOOKS_UP)

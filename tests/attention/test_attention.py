@@ -140,9 +140,9 @@ def test_generate_and_padding_are_as_before(model_type, tiny_model):
         assert difference < 1e-5
         assert model_type in ("gemma2", "gpt_oss") or difference == 0
     for kwargs in ({}, {"attention_mask": padding}, {"attention_mask": padding.flip(1)}):
-        seen = kwargs.get("attention_mask", torch.ones_like(input_ids)).bool()
+        is_real = kwargs.get("attention_mask", torch.ones_like(input_ids)).bool()
         with torch.no_grad():
-            difference = (model(input_ids, **kwargs).logits - stock(input_ids, **kwargs).logits)[seen].abs().max()
+            difference = (model(input_ids, **kwargs).logits - stock(input_ids, **kwargs).logits)[is_real].abs().max()
         assert difference < 1e-5
 
 
@@ -163,10 +163,10 @@ def test_guard_is_removable_and_survives_errors(tiny_model):
     select_attention(model)
     guard = mark_packed_forwards(model)
     batch = make_pack()
-    seen = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(this_thread.packed_forwards)))
+    masks = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: masks.append(len(this_thread.packed_forwards)))
     model(**batch)
-    assert seen == [1]
+    assert masks == [1]
     assert not this_thread.packed_forwards
     broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -57,12 +57,12 @@ def test_documents_come_by_length_with_their_values(small_classes):
 
 def test_launches_hold_every_token_once_and_no_empty_document(small_classes):
     batch = collator(pad_to_multiple_of=200, pad_documents_to_multiple_of=16, max_length=70)(documents())
-    found = layout_of(batch).attention_fields()["launches"]
-    assert [start for _, _, start, _, _ in found] == [0, *(stop for _, _, _, stop, _ in found[:-1])]
-    assert found[-1][3] == batch["input_ids"].shape[1] == 200
-    assert found[-1][1] < 16
+    launches = layout_of(batch).attention_fields()["launches"]
+    assert [start for _, _, start, _, _ in launches] == [0, *(stop for _, _, _, stop, _ in launches[:-1])]
+    assert launches[-1][3] == batch["input_ids"].shape[1] == 200
+    assert launches[-1][1] < 16
     lengths = batch["cu_seq_lens_q"].diff()
-    assert all(lengths[first:last].max() == longest for first, last, *_, longest in found)
+    assert all(lengths[first:last].max() == longest for first, last, *_, longest in launches)
 
 
 def test_one_launch_where_nothing_is_gained():

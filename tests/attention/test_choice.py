@@ -123,7 +123,7 @@ OLD = {"flash_attn": True, "capability": "compute capability 7.5 is below 8.0"} 
 
 
 @pytest.mark.parametrize(
-    "model_type, settings, given, message",
+    "model_type, settings, problems, message",
     [
         ("llama", {"head_dim": 512}, {}, "heads have up to 512 dimensions and the kernels take 256.*install ffpa-attn"),
         ("llama", {"head_dim": 512}, {"flash_attn": True}, "heads .* 512 dimensions.*install"),  # it would refuse them
@@ -137,15 +137,15 @@ OLD = {"flash_attn": True, "capability": "compute capability 7.5 is below 8.0"} 
     ],
 )
 def test_what_no_flash_kernel_computes_runs_document_by_document(
-    model_type, settings, given, message, tiny_model, machine
+    model_type, settings, problems, message, tiny_model, machine
 ):
     """There is no T x T mask, and the warning and the report say why."""
-    machine(**given)
+    machine(**problems)
     message = f"trains packs without flash attention: .*{message}"
     with pytest.warns(UserWarning, match=message) as raised:
-        found = choose_attention(tiny_model(model_type, **settings), **BF16)
-    assert (found.name, found.is_flash) == (ATTENTION_NAME, False)
-    assert "not flash" in found.reason
+        choice = choose_attention(tiny_model(model_type, **settings), **BF16)
+    assert (choice.name, choice.is_flash) == (ATTENTION_NAME, False)
+    assert "not flash" in choice.reason
     assert ("pip install" in str(raised[0].message)) is ("install" in message)  # only where it helps
 
 
@@ -189,8 +189,8 @@ def test_cuda_varlen_problem(built, capability, hip, problem, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    found = flash._find_varlen_problem.__wrapped__()
-    assert found is None if problem is None else problem in found
+    problem_found = flash._find_varlen_problem.__wrapped__()
+    assert problem_found is None if problem is None else problem in problem_found
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "mpt"])
@@ -224,15 +224,17 @@ def test_a_flash_attn_that_does_not_import_leaves_the_kernels_in_torch(tiny_mode
     machine(flash_attn=True)
     broken = mock.Mock(side_effect=ImportError("/flash_attn_2_cuda.so: undefined symbol: _ZN3c10"))
     monkeypatch.setattr(choosing, "set_attention", broken)
-    found = choose_attention(tiny_model("llama"), **BF16)
-    assert (found.name, found.is_flash) == (ATTENTION_NAME, True)
-    assert "built into torch; flash_attention_2 cannot be used: /flash_attn_2_cuda.so: undefined symbol" in found.reason
+    choice = choose_attention(tiny_model("llama"), **BF16)
+    assert (choice.name, choice.is_flash) == (ATTENTION_NAME, True)
+    assert (
+        "built into torch; flash_attention_2 cannot be used: /flash_attn_2_cuda.so: undefined symbol" in choice.reason
+    )
 
 
 def test_a_model_that_refuses_flash_attention_2_runs_on_the_kernels_in_torch(tiny_model, machine, monkeypatch):
     """hrm_text says that it supports flash attention, and its config refuses it: transformers' own error."""
     machine(flash_attn=True)
     monkeypatch.setattr(choosing, "set_attention", set_attention)
-    found = choose_attention(tiny_model("hrm_text", head_dim=8), **BF16)
-    assert found.name == ATTENTION_NAME
-    assert "FlashAttention cannot represent the PrefixLM" in found.reason
+    choice = choose_attention(tiny_model("hrm_text", head_dim=8), **BF16)
+    assert choice.name == ATTENTION_NAME
+    assert "FlashAttention cannot represent the PrefixLM" in choice.reason

@@ -70,10 +70,10 @@ def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch
     packed = packed_model(on(tiny_model("llama")), monkeypatch)
     assert packed.attention.name == PLAYED
     with pytest.warns(UserWarning, match=r"'flash_played' cannot compute this model: .*'packfix_varlen' is used"):
-        found = packed.prove(packed.model)
+        report = packed.prove(packed.model)
     assert played.calls
     assert packed.is_proved
-    assert found.error is None
+    assert report.error is None
     assert packed.attention.name == ATTENTION_NAME
     assert not packed.repaired
     assert not packed.is_unpacked
@@ -131,8 +131,8 @@ def test_boundaries_are_given_to_the_attention_of_the_text_only():
             module.is_causal = True
     assert _flash_attentions(model) == []
     model.config.get_text_config()._attn_implementation_internal = PLAYED
-    found = {name for name, module in model.named_modules() if module in _flash_attentions(model)}
-    assert found == {f"model.language_model.layers.{i}.self_attn" for i in range(2)}
+    names = {name for name, module in model.named_modules() if module in _flash_attentions(model)}
+    assert names == {f"model.language_model.layers.{i}.self_attn" for i in range(2)}
 
 
 # Several ranks
@@ -185,8 +185,8 @@ def test_values_of_modules_stay_on_the_device():
     """Values of long packs, which may not fit beside the model, go to the host: from meta tensors they cannot."""
     module = nn.Linear(4, 4, device="meta")
     states = torch.zeros(1, 5, 4, device="meta")
-    ((given, made),) = tracing._record_values({"": module}, 5, lambda: module(states))[""]
-    assert {values.device.type for each in (given, made) for _, values in each.values()} == {"meta"}
+    ((inputs, outputs),) = tracing._record_values({"": module}, 5, lambda: module(states))[""]
+    assert {values.device.type for each in (inputs, outputs) for _, values in each.values()} == {"meta"}
     with pytest.raises(NotImplementedError, match="copy out"):
         tracing._record_values({"": module}, 5, lambda: module(states), on_host=True)
 

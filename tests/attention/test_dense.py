@@ -48,10 +48,10 @@ def results_of(attend, states):
 @pytest.mark.parametrize("window", [None, LENGTH], ids=["no window", "a window that limits nothing"])
 def test_a_long_document_is_computed_densely_and_equals_the_reference(kernels, window):
     states = states_of()
-    found = results_of(lambda *x: attend_pack_on_cuda(*x, pack_of(LENGTH), scale=SCALE, window=window), states)
+    results = results_of(lambda *x: attend_pack_on_cuda(*x, pack_of(LENGTH), scale=SCALE, window=window), states)
     expected = results_of(lambda *x: attend_on_cpu(*x, [LENGTH], scale=SCALE), states)
     assert kernels.forwards == []
-    for result, reference in zip(found, expected, strict=True):
+    for result, reference in zip(results, expected, strict=True):
         assert (result - reference).norm() < 1e-13 * reference.norm()
 
 

@@ -80,7 +80,7 @@ def test_trainings_on_the_flash_path(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, longest, message, wrong",
+    "bounds, longest, message, wrong",
     [
         ([0, 3, 4, 9], 6, "begin at 0 and end at 9 for 10 tokens", slice(9, 10)),
         ([1, 3, 4, 10], 6, "begin at 1 and end at 10 for 10 tokens", slice(0, 1)),
@@ -89,11 +89,11 @@ def test_trainings_on_the_flash_path(tmp_path):
         ([0, 3, 4, 10], torch.tensor(6), "max_seqlen is a tensor", None),
     ],
 )
-def test_the_stand_in_records_what_a_gpu_computes_wrongly(given, longest, message, wrong, monkeypatch):
+def test_the_stand_in_records_what_a_gpu_computes_wrongly(bounds, longest, message, wrong, monkeypatch):
     monkeypatch.setattr(strict, "silent", [])
-    given = torch.tensor(given, dtype=torch.int32)
+    bounds = torch.tensor(bounds, dtype=torch.int32)
     inputs = [torch.randn(10, heads, 8).bfloat16() for heads in (4, 2, 2)]
-    out = flash_attn_varlen_func(*inputs, given, given, longest, longest, causal=True)
+    out = flash_attn_varlen_func(*inputs, bounds, bounds, longest, longest, causal=True)
     assert any(message in line for line in strict.silent), strict.silent
     nans = out.isnan().flatten(1).all(1)
     assert nans.tolist() == [wrong is not None and i in range(10)[wrong] for i in range(10)]

@@ -203,17 +203,17 @@ def test_a_window_costs_its_length(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """Record the shape of the queries of every call of `scaled_dot_product_attention`, and whether it got a mask."""
-    seen = []
+    calls = []
     call = F.scaled_dot_product_attention
 
     def counting(query, key, value, attn_mask=None, **kwargs):
         assert key.shape[1] == query.shape[1]  # else CUDA computes T x T weights
         assert "enable_gqa" not in kwargs
-        seen.append((tuple(query.shape), attn_mask is not None))
+        calls.append((tuple(query.shape), attn_mask is not None))
         return call(query, key, value, attn_mask, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
-    return seen
+    return calls
 
 
 def test_many_short_documents_are_few_launches_without_much_padding(launches):
@@ -257,29 +257,29 @@ def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
 def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
-    found, keys = _cut_launch_at_chunks(launch, sum(lengths), chunk).cu_seq_lens
+    bounds_of_chunks, keys = _cut_launch_at_chunks(launch, sum(lengths), chunk).cu_seq_lens
     chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
-    assert [n for n in found.diff().tolist() if n] == chunks
-    assert found.dtype == torch.int32
-    assert found[-1] == sum(lengths)
-    assert (found.diff() >= 0).all()
-    assert torch.equal(found, keys)
+    assert [n for n in bounds_of_chunks.diff().tolist() if n] == chunks
+    assert bounds_of_chunks.dtype == torch.int32
+    assert bounds_of_chunks[-1] == sum(lengths)
+    assert (bounds_of_chunks.diff() >= 0).all()
+    assert torch.equal(bounds_of_chunks, keys)
     on_meta = launch._replace(cu_seq_lens=(bounds.to("meta"), bounds.to("meta")))  # any read on the host raises
-    assert _cut_launch_at_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == found.shape
+    assert _cut_launch_at_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == bounds_of_chunks.shape
 
 
 def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch):
-    def runs(head_dim=256, softcap=None, dropout=0.0):
+    def runs_inference(head_dim=256, softcap=None, dropout=0.0):
         states = SimpleNamespace(device=torch.device("cuda"), shape=(1, 4, 9, head_dim))
         return varlen.runs_flash(states, states, softcap, dropout=dropout)
 
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: None)
-    assert runs()
-    assert not runs(head_dim=264)
-    assert not runs(softcap=50.0)
-    assert not runs(dropout=0.1)
+    assert runs_inference()
+    assert not runs_inference(head_dim=264)
+    assert not runs_inference(softcap=50.0)
+    assert not runs_inference(dropout=0.1)
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: "compute capability 7.5 is below 8.0")
-    assert not runs()
+    assert not runs_inference()
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -367,10 +367,10 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
     with nullcontext() if installed else pytest.warns(UserWarning, match=message):
         packed = PackedModel(model, torch.bfloat16, "cuda", 64)
     with StrictVarlen() as calls:
-        found = packed.prove(model)
-    assert packed.is_proved, found.summary()
-    assert found.max_gradient == 0, found.summary()
-    assert not packed.repaired, found.summary()
+        report = packed.prove(model)
+    assert packed.is_proved, report.summary()
+    assert report.max_gradient == 0, report.summary()
+    assert not packed.repaired, report.summary()
     assert packed.attention.name == varlen.ATTENTION_NAME
     assert packed.attention.is_flash is installed
     assert ("ffpa-attn for wider heads without a window" in packed.attention.reason) is installed

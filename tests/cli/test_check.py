@@ -93,13 +93,13 @@ def test_the_table_of_the_page_reads_and_filters_the_csv():
     """
     command = ["node", "-e", script, str(DOCS / "javascripts" / "table.js"), str(DOCS / "compatibility.csv")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS)
-    header, rows, found = json.loads(done.stdout)
+    header, rows, verdicts = json.loads(done.stdout)
     with (DOCS / "compatibility.csv").open(newline="") as file:
         assert [header, *rows] == list(csv.reader(file))
     assert {*compatibility.SHOWN, *compatibility.CHOICES} <= set(header)
     expected = [row for row in ROWS if row.verdict == "repaired" and row.kind == "causal" and "gpt" in row.model_type]
-    assert {row[0] for row in found} >= {row.model_type for row in expected} != set()
-    assert {row[header.index("verdict")] for row in found} == {"repaired"}
+    assert {row[0] for row in verdicts} >= {row.model_type for row in expected} != set()
+    assert {row[header.index("verdict")] for row in verdicts} == {"repaired"}
 
 
 SAMPLE = compatibility.sample(ROWS, 16)
@@ -118,10 +118,10 @@ def marks_of(row, place):
     ids=lambda row: f"{row.model_type} {row.kind}",
 )
 def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
-    found = sweep_type(row.model_type, row.kind)
-    assert found.verdict == row.verdict, found.reason
-    assert (found.stock_trl, found.images, found.images_stock) == (row.stock_trl, row.images, row.images_stock)
-    assert (found.false_negatives, found.false_positives) == (row.false_negatives, row.false_positives)
+    result = sweep_type(row.model_type, row.kind)
+    assert result.verdict == row.verdict, result.reason
+    assert (result.stock_trl, result.images, result.images_stock) == (row.stock_trl, row.images, row.images_stock)
+    assert (result.false_negatives, result.false_positives) == (row.false_negatives, row.false_positives)
 
 
 # The command line
@@ -169,16 +169,16 @@ def test_the_answer_is_of_the_attention_that_is_asked_for(saved, printed, capsys
 
 
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, printed):
-    found = printed("check", saved / "bloom", "--on-leak", "raise", code=1)
-    assert found["verdict"] == "leaks"
-    assert not found["right"]
-    assert "self_attention" in found["as_it_is"]["leaks"][0]["name"]
-    assert found["as_it_is"]["max_change"] > 1e-3
+    verdict = printed("check", saved / "bloom", "--on-leak", "raise", code=1)
+    assert verdict["verdict"] == "leaks"
+    assert not verdict["right"]
+    assert "self_attention" in verdict["as_it_is"]["leaks"][0]["name"]
+    assert verdict["as_it_is"]["max_change"] > 1e-3
 
 
 def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_path, printed):
     (tmp_path / "config.json").write_text((saved / "bloom" / "config.json").read_text())
-    found = printed("check", tmp_path, "--config-only")
-    assert found["verdict"] == "repaired"
-    assert "BloomAttention" in found["repaired"][0]
-    assert found["in_training"]["equal"]
+    verdict = printed("check", tmp_path, "--config-only")
+    assert verdict["verdict"] == "repaired"
+    assert "BloomAttention" in verdict["repaired"][0]
+    assert verdict["in_training"]["equal"]

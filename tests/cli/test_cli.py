@@ -43,8 +43,8 @@ def test_help_teaches(command, capsys):
 def run_alone(folder, *words, **settings):
     """Run the command in a process of its own."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | settings
-    given = {"cwd": folder, "env": env, "timeout": PROCESS_SECONDS}
-    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True, **given)
+    options = {"cwd": folder, "env": env, "timeout": PROCESS_SECONDS}
+    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True, **options)
 
 
 @pytest.mark.processes
@@ -318,10 +318,10 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
         assert printed("prepare", file, *tokenizer, "--output", folder, *words)["trained_tokens"] == trained
         table = load_from_disk(folder)
         assert "labels" not in table.column_names or table["labels"] == labels
-        for source, given in itertools.product((file, folder), ([], tokenizer)):
-            words_of_packs = [source, *given, "--max-length", "64", *words]
-            found = printed("plan", *words_of_packs)["plans"][0]
-            assert found["ledger"]["given"]["trained_tokens"] == trained
+        for source, flags in itertools.product((file, folder), ([], tokenizer)):
+            words_of_packs = [source, *flags, "--max-length", "64", *words]
+            plan = printed("plan", *words_of_packs)["plans"][0]
+            assert plan["ledger"]["given"]["trained_tokens"] == trained
             packs = printed("show", *words_of_packs, "--packs", "99")
             assert sum(each["trained_tokens"] for pack in packs for each in pack["documents"]) == trained
         counts.add(trained)

@@ -30,7 +30,7 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     settings = {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
     words = [f"--{name}={value}" for name, value in (settings | {"packing_strategy": strategy}).items()]
     words = [workplace / "rows.jsonl", "--model", workplace / "model", *words]
-    (found,) = printed("plan", *words, code=int(strategy != "wrapped"))["plans"]
+    (plan,) = printed("plan", *words, code=int(strategy != "wrapped"))["plans"]
     rows = Dataset.from_json(str(workplace / "rows.jsonl"))
     settings |= {"packing_strategy": strategy, "max_steps": 1, "packing_report": True}
     trainer = build_trainer(tmp_path, rows, "qwen3", **settings)
@@ -39,9 +39,9 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     drawn = {name: trained.pop(name) for name in ("lines", "costs", "fills")}
     assert drawn["lines"] == [list(line) for line in trainer.packing_report.lines()]
     assert trained == json.loads(json.dumps(trainer.packing_report.to_dict()))
-    assert found["prefixes"]["in_packs"] < 1
+    assert plan["prefixes"]["in_packs"] < 1
     assert trained["prefixes"] is None
-    planned = {name: found[name] for name in trained if name not in NOT_PLANNED}
+    planned = {name: plan[name] for name in trained if name not in NOT_PLANNED}
     assert planned == {name: value for name, value in trained.items() if name not in NOT_PLANNED}
     assert planned["num_packs" if strategy != "minibatch" else "num_steps"] > 3
     assert planned["ledger"]["lost_trained_tokens"] > 0  # something is cut, so that the ledger can be wrong
@@ -95,11 +95,11 @@ def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
 
 def test_several_lengths_strategies_and_world_sizes(workplace, printed):
     words = ["--max-length", 64, 256, "--strategy", "stream", "wrapped", "--world-size", 1, 3, 512, "--tflops", 100]
-    found = printed("plan", workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)
-    keys = [(each["max_length"], each["strategy"], each["world_size"]) for each in found["plans"]]
+    output = printed("plan", workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)
+    keys = [(each["max_length"], each["strategy"], each["world_size"]) for each in output["plans"]]
     assert keys == [(n, s, w) for n in (64, 256) for s in ("stream", "wrapped") for w in (1, 3, 512)]
-    assert found["max_length"] == 256
-    for one, three, many in zip(*(found["plans"][i::3] for i in range(3)), strict=True):
+    assert output["max_length"] == 256
+    for one, three, many in zip(*(output["plans"][i::3] for i in range(3)), strict=True):
         assert one["imbalance"] == 1 <= three["imbalance"]
         assert many["num_steps"] == 1
         assert three["num_steps"] == -(-one["num_packs"] // 3)
@@ -111,27 +111,27 @@ def test_several_lengths_strategies_and_world_sizes(workplace, printed):
 def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path, printed):
     lengths = [100] * 990 + [3000] * 10  # 10 of 1000 documents, 23 % of the tokens
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
-    found = printed("plan", tmp_path / "lengths.txt", "--strategy", "stream")
-    assert [each["max_length"] for each in found["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
-    lost = [each["lost_trained_share"] for each in found["plans"]]
+    output = printed("plan", tmp_path / "lengths.txt", "--strategy", "stream")
+    assert [each["max_length"] for each in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
+    lost = [each["lost_trained_share"] for each in output["plans"]]
     trained = sum(lengths) - len(lengths)
     assert lost == pytest.approx([10 * (3000 - 1024) / trained, 10 * (3000 - 2048) / trained, 0])
-    assert found["max_length"] == 4096
-    assert "no trained token" in found["reasons"][0]
-    assert "The next shorter, 2,048, loses" in str(found["reasons"])
-    assert "The next longer" not in str(found["reasons"])
+    assert output["max_length"] == 4096
+    assert "no trained token" in output["reasons"][0]
+    assert "The next shorter, 2,048, loses" in str(output["reasons"])
+    assert "The next longer" not in str(output["reasons"])
     # a length given that is too short: the best of them, and exit code 1
-    found = printed("plan", tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
-    assert found["max_length"] == 2048
-    assert "try a longer one" in found["reasons"][0]
+    output = printed("plan", tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
+    assert output["max_length"] == 2048
+    assert "try a longer one" in output["reasons"][0]
 
 
 def test_a_model_that_reads_no_more_tokens_is_said(workplace, tmp_path, printed):
     (tmp_path / "lengths.txt").write_text("\n".join(["100"] * 20 + ["9000"] * 5))
     words = [tmp_path / "lengths.txt", "--model", workplace / "model"]
-    found = printed("plan", *words, code=1)
-    assert [each["max_length"] for each in found["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
-    assert "the model has no more than 4,096 positions" in found["reasons"][0]
+    output = printed("plan", *words, code=1)
+    assert [each["max_length"] for each in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
+    assert "the model has no more than 4,096 positions" in output["reasons"][0]
     assert "try a longer one" in printed("plan", *words, "--max-length", 2048, code=1)["reasons"][0]
     assert candidate_lengths(9000, 5000) == [1024, 2048, 4096, 5000]
 
@@ -153,8 +153,8 @@ def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, 
     assert longer[0] == by_flags["plans"][0]
     for mixture in ([{"path": "rows.jsonl"}], [{"path": "rows.jsonl"}, {"path": "rows.parquet"}]):
         file.write_text(json.dumps(settings | {"datasets": mixture}))
-        (found,) = printed("plan", "--config", file, code=1)["plans"]
-        assert found["num_rows"] == 50 * len(mixture)
+        (plan,) = printed("plan", "--config", file, code=1)["plans"]
+        assert plan["num_rows"] == 50 * len(mixture)
     assert printed("plan", "--config", file, "rows.jsonl", code=1) == by_flags, "DATA overrides the file"
     file.write_text(json.dumps(settings | {"packing": False}))
     assert main(["plan", "--config", str(file), "--json"]) == 1
@@ -296,9 +296,9 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
 def memory_of(printed, *words):
     """Return the rows of `--memory` by GPUs, method and checkpointing."""
     rows = printed("plan", *words)["memory"]
-    found = {(row["gpus"], row["method"], row["checkpointing"]): row for row in rows}
-    assert len(found) == len(rows)
-    return found
+    rows_of_table = {(row["gpus"], row["method"], row["checkpointing"]): row for row in rows}
+    assert len(rows_of_table) == len(rows)
+    return rows_of_table
 
 
 def test_memory_without_data(workplace, monkeypatch, capsys, printed):
@@ -310,8 +310,8 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     assert 1 < rows[1, "full, DDP", False]["largest"] < rows[1, "full, DDP", True]["largest"] <= 4096
     assert main(["plan", *map(str, words), "--gradient_checkpointing", "false"]) == 0
     assert "fits without" not in capsys.readouterr().out
-    given = "--use_peft --lora_r 2 --lora_dropout 0.1 --lora_target_modules q_proj v_proj".split()
-    of_run = memory_of(printed, *words, *given)
+    lora_flags = "--use_peft --lora_r 2 --lora_dropout 0.1 --lora_target_modules q_proj v_proj".split()
+    of_run = memory_of(printed, *words, *lora_flags)
     assert of_run[1, "LoRA, DDP", True]["lora"] == "rank 2, dropout 0.1, target_modules q_proj, v_proj"
     assert of_run[1, "LoRA, DDP", False]["activations"] < rows[1, "LoRA, DDP", False]["activations"]
     make_terminal(monkeypatch, 80)
@@ -369,5 +369,5 @@ def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, capsys
 
 def test_memory_with_data_is_that_of_the_recommended_length(workplace, printed):
     words = [workplace / "rows.jsonl", "--model", workplace / "model", "--strategy", "stream", "--memory", 2]
-    found = printed("plan", *words)
-    assert {row["tokens"] for row in found["memory"]} == {8 * found["max_length"]}
+    output = printed("plan", *words)
+    assert {row["tokens"] for row in output["memory"]} == {8 * output["max_length"]}

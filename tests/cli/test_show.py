@@ -30,7 +30,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
 
 @pytest.fixture
-def run(workplace):
+def trainer(workplace):
     """Return the run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
     trainer = build_trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
     trainer.get_train_dataloader()
@@ -42,18 +42,18 @@ def show(workplace, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_what_is_shown_is_what_is_trained(workplace, run, printed):
-    batches = list(run.get_train_dataloader())
-    given = [workplace / "rows.jsonl", "--tokenizer", workplace / "model"]
-    packs = printed("show", *given, *FLAGS, "--packs", 4)
+def test_what_is_shown_is_what_is_trained(workplace, trainer, printed):
+    batches = list(trainer.get_train_dataloader())
+    source_words = [workplace / "rows.jsonl", "--tokenizer", workplace / "model"]
+    packs = printed("show", *source_words, *FLAGS, "--packs", 4)
     assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
     for pack, batch in zip(packs, batches, strict=False):
         documents = pack["documents"]
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert len(documents) > 1
-        parts = [part for document in documents for part in document["parts"]]
-        assert sum((part["input_ids"] for part in parts), []) == batch["input_ids"][0].tolist()
-        trained = sum(([part["trained"]] * len(part["input_ids"]) for part in parts), [])
+        token_runs = [token_run for document in documents for token_run in document["parts"]]
+        assert sum((part["input_ids"] for part in token_runs), []) == batch["input_ids"][0].tolist()
+        trained = sum(([part["trained"]] * len(part["input_ids"]) for part in token_runs), [])
         assert trained == (batch["labels"][0] != -100).tolist()
         assert any(trained)
         assert not all(trained)
@@ -107,10 +107,10 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     assert report["complete"] is True
 
 
-def test_documents_that_were_cut_are_marked(workplace, run, capsys, printed):
-    given = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
-    documents = [each for pack in printed("show", *given, "--packs", 4) for each in pack["documents"]]
-    lengths = run.data.source.reader.lengths
+def test_documents_that_were_cut_are_marked(workplace, trainer, capsys, printed):
+    source_words = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
+    documents = [each for pack in printed("show", *source_words, "--packs", 4) for each in pack["documents"]]
+    lengths = trainer.data.source.reader.lengths
     cut = [document for document in documents if document["cut_from"] is not None]
     assert 0 < len(cut) < len(documents)
     for each in documents:
@@ -119,9 +119,9 @@ def test_documents_that_were_cut_are_marked(workplace, run, capsys, printed):
     assert f"tokens 0-95 (cut from {cut[0]['cut_from']:,}), " in show(workplace, capsys, *FLAGS, "--packs", "4")
 
 
-def test_documents_have_a_colour_each_and_it_is_not_alone(run):
-    (pack,) = first_packs(run.data.source.make_planner(), run.data.source.reader, 1)
-    text = pack_text(pack, run.processing_class)
+def test_documents_have_a_colour_each_and_it_is_not_alone(trainer):
+    (pack,) = first_packs(trainer.data.source.make_planner(), trainer.data.source.reader, 1)
+    text = pack_text(pack, trainer.processing_class)
     colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
     headings = [style for style in colours if style.startswith("bold")]
     assert all(a != b for a, b in zip(headings[::2], headings[2::2], strict=False))
@@ -135,8 +135,8 @@ def test_documents_have_a_colour_each_and_it_is_not_alone(run):
 @pytest.mark.parametrize("words", [[], ["--world-size=3", "--strategy=bfd_split"], ["--strategy=minibatch"]])
 def test_plot(words, workplace, tmp_path, capsys):
     path = tmp_path / "packs.png"
-    given = str(tmp_path if words else path)  # in a folder it has this name
-    text = show(workplace, capsys, *FLAGS, *words, "--plot", given)
+    target = str(tmp_path if words else path)  # in a folder it has this name
+    text = show(workplace, capsys, *FLAGS, *words, "--plot", target)
     assert text == show(workplace, capsys, *FLAGS, *words) + f"Drawn: {path}\n"
     assert "[[answer" in text
     assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
@@ -168,8 +168,8 @@ def test_without_matplotlib_the_plan_is_drawn_as_text(tmp_path, monkeypatch, cap
     assert "omit `--json` for a drawing as text" in capsys.readouterr().err
 
 
-def test_the_picture_says_what_the_report_says(run):
-    report = run.packing_report
+def test_the_picture_says_what_the_report_says(trainer):
+    report = trainer.packing_report
     figure = report.plot()
     figure.canvas.draw()
     strips, mask, lengths, _ = figure.axes
@@ -177,7 +177,7 @@ def test_the_picture_says_what_the_report_says(run):
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
     shown = [document for pack in report.sample.packs for document in pack.documents]
-    documents = run.data.source.documents
+    documents = trainer.data.source.documents
     trained = [documents.trained[documents.row == each.row].item() for each in shown]
     boxes = [
         path.get_extents() for drawn in strips.collections for path in drawn.get_paths() if len(drawn.get_facecolor())
@@ -212,9 +212,9 @@ def test_the_title_says_how_full_the_strips_are(tmp_path):
     assert f"8 micro-batches, {full:.1%} full" in title
 
 
-def test_a_notebook_shows_the_picture(run, tmp_path):
+def test_a_notebook_shows_the_picture(trainer, tmp_path):
     """Jupyter calls `_repr_png_`; it knows the figures of pyplot only."""
-    figure = run.packing_report.plot(tmp_path / "packs.png")
+    figure = trainer.packing_report.plot(tmp_path / "packs.png")
     shown = imread(io.BytesIO(figure._repr_png_()))
     saved = imread(tmp_path / "packs.png")
     assert shown.shape == saved.shape  # the layout is computed again

@@ -64,8 +64,10 @@ def test_a_command_imports_what_it_needs(lengths):
     program = PROGRAM.format(commands=[*COMMANDS_OF_ONE_PROCESS], libraries=LIBRARIES)
     settings = {"capture_output": True, "text": True, "check": True, "timeout": PROCESS_SECONDS}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, **settings)
-    found = dict(line.split(", ", 1) for line in done.stdout.splitlines())
-    assert found == {words: ", ".join([str(code), *names]) for words, (code, names) in COMMANDS_OF_ONE_PROCESS.items()}
+    outcomes = dict(line.split(", ", 1) for line in done.stdout.splitlines())
+    assert outcomes == {
+        words: ", ".join([str(code), *names]) for words, (code, names) in COMMANDS_OF_ONE_PROCESS.items()
+    }
 
 
 def test_planning_settings_are_those_of_the_config(tmp_path):
@@ -125,10 +127,10 @@ WITH_CONFIG = [
 @pytest.mark.parametrize("words", WITH_CONFIG)
 def test_other_runs_are_read_with_the_config_of_training(words, lengths):
     """It has the messages for values that cannot be used, and knows all flags and data."""
-    given = {"config": [], "tokenizer": None}
-    assert READ(Namespace(more_flags=["lengths.txt", "--seed", "1"], **given)) is not None
-    assert READ(Namespace(more_flags=["lengths.txt", *words.split()], **given)) is None
-    assert READ(Namespace(more_flags=["lengths.txt"], **given | {"config": ["run.yaml"]})) is None
+    arguments = {"config": [], "tokenizer": None}
+    assert READ(Namespace(more_flags=["lengths.txt", "--seed", "1"], **arguments)) is not None
+    assert READ(Namespace(more_flags=["lengths.txt", *words.split()], **arguments)) is None
+    assert READ(Namespace(more_flags=["lengths.txt"], **arguments | {"config": ["run.yaml"]})) is None
 
 
 def test_help_fits_80_columns(capsys, monkeypatch):

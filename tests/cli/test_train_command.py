@@ -56,13 +56,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
 def test_positions_are_those_that_model_init_kwargs_give(workplace, monkeypatch, capsys):
     build_tiny_model(max_position_embeddings=128).save_pretrained(workplace / "short")
     build_tokenizer().save_pretrained(workplace / "short")
-    given = {"model_name_or_path": "short", "dataset_name": "one.jsonl", "packing": True, "max_steps": 1}
+    settings = {"model_name_or_path": "short", "dataset_name": "one.jsonl", "packing": True, "max_steps": 1}
     words = ("--max_length", "256", "--per_device_train_batch_size", "1")
     with pytest.raises(AssertionError):
-        train(workplace, monkeypatch, *words, **given)
+        train(workplace, monkeypatch, *words, **settings)
     assert "`max_length=256` was given and the model has 128 positions" in capsys.readouterr().err
     longer = {"max_position_embeddings": 256, "rope_parameters": YARN}
-    train(workplace, monkeypatch, *words, "--output_dir", "longer", **given, model_init_kwargs=longer)
+    train(workplace, monkeypatch, *words, "--output_dir", "longer", **settings, model_init_kwargs=longer)
     saved = json.loads((workplace / "longer" / "config.json").read_text())
     assert saved["max_position_embeddings"] == 256
     assert saved["rope_parameters"]["rope_type"] == "yarn"
@@ -86,11 +86,11 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     for mine, stock in zip(ours[:4], theirs, strict=True):
         for name in (field.name for field in fields(type(stock))):
             expected = getattr(stock, name)
-            found = getattr(mine, name)
+            value = getattr(mine, name)
             expected = [expected] if name == "dataset_name" else expected
             # ours is "stream", ours waits for no GPU, and one holds the time
             if name not in ("packing_strategy", "logging_nan_inf_filter", "logging_dir"):
-                assert str(found) == str(expected), name
+                assert str(value) == str(expected), name
                 compared += 1
     assert compared > 140
     assert ours[1].packing_strategy == "stream"
@@ -99,8 +99,8 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
 
 def test_keys_of_the_launcher_are_named(tmp_path, capsys):
     file = tmp_path / "sft.yaml"
-    given = {"output_dir": str(tmp_path), "num_processes": 4, "accelerate_config": "zero3"}
-    file.write_text(yaml.safe_dump(SFT_FILE | given))
+    changes = {"output_dir": str(tmp_path), "num_processes": 4, "accelerate_config": "zero3"}
+    file.write_text(yaml.safe_dump(SFT_FILE | changes))
     parse_configs(["--config", str(file)])
     assert "Not used: accelerate_config, num_processes" in capsys.readouterr().out
 
@@ -195,8 +195,8 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, tm
         expected.setdefault(name, str(value).replace("twice lora_r", twice).removesuffix(" (with LoRA)"))
     elsewhere = {"datasets", "dataset_name", "attn_implementation", "chat_template_path", "bf16", *NOT_NEEDED}
     for name in expected.keys() - elsewhere:
-        found = value_of(configs, name)
-        assert str(found) == str(float(expected[name]) if isinstance(found, float) else expected[name]), name
+        value_here = value_of(configs, name)
+        assert str(value_here) == str(float(expected[name]) if isinstance(value_here, float) else expected[name]), name
     assert value_of(configs, "attn_implementation") is None  # flash-attn may not be installed
     assert "chats.jsonl" in str(configs[0].dataset_name) + str(configs[3].datasets)
 
@@ -289,11 +289,11 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, mes
         (workplace / "run.yaml").write_text(settings)
         flags = [*MODEL, *flags]
     assert main(["train", *QUICK, "--output_dir", "refused", *flags]) == 2
-    _, found = capsys.readouterr().err.split("trl-packfix train: ")
-    is_list = "settings were given, as flags or in the config file" in found
-    assert message in found
-    assert is_list or found.endswith(".\n")
-    assert is_list or "\n" not in found.rstrip()
+    _, error = capsys.readouterr().err.split("trl-packfix train: ")
+    is_list = "settings were given, as flags or in the config file" in error
+    assert message in error
+    assert is_list or error.endswith(".\n")
+    assert is_list or "\n" not in error.rstrip()
     assert not (workplace / "refused").exists()
 
 
@@ -402,10 +402,10 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     assert len(train | test) == 28
     assert again["test"]["text"] == splits["test"]["text"]
     for one, two in ((3, 1), (None, None)):
-        given = [{"path": "json", "data_files": "one.jsonl", "fraction": one}]
-        given += [{"path": "json", "data_files": "two.jsonl", "fraction": two}]
-        ours = load_mixture(MixtureConfig([dict(each) for each in given]), seed=0)["train"]["text"]
-        assert ours == get_dataset(DatasetMixtureConfig(given))["train"]["text"]
+        mixture = [{"path": "json", "data_files": "one.jsonl", "fraction": one}]
+        mixture += [{"path": "json", "data_files": "two.jsonl", "fraction": two}]
+        ours = load_mixture(MixtureConfig([dict(each) for each in mixture]), seed=0)["train"]["text"]
+        assert ours == get_dataset(DatasetMixtureConfig(mixture))["train"]["text"]
 
 
 def test_different_datasets_are_different_sources(tmp_path, monkeypatch):

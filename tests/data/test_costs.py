@@ -170,21 +170,21 @@ def test_scans_cost_what_torch_counts(name):
     num_tokens = 8 if name == "mamba" else 128  # its scan runs token by token
     config = AutoConfig.for_model(name, **{**HYBRID, **HYBRIDS[name]})
     total = counted(config, num_tokens)
-    found = make_cost_model(config)
+    costs = make_cost_model(config)
     scans = sum(
         each.layers * num_tokens * (each.per_token + each.per_pair * (each.chunk if each.chunk > 1 else 0))
-        for each in map(as_torch_counts, found.mixers)
+        for each in map(as_torch_counts, costs.mixers)
     )
-    others = found.per_token * num_tokens + found.per_pair * num_tokens**2
+    others = costs.per_token * num_tokens + costs.per_pair * num_tokens**2
     assert (scans + others) / total == pytest.approx(1, abs=0.01)
     assert scans / others > 0.05 or name == "mamba"
     # a document in one chunk: states, and pairs of its tokens
-    n = min(8, found.mixers[0].chunk)
+    n = min(8, costs.mixers[0].chunk)
     in_one_chunk = sum(
-        mixer.layers * (mixer.per_token * n + mixer.per_pair * n * (n + 1) / 2) for mixer in found.mixers
+        mixer.layers * (mixer.per_token * n + mixer.per_pair * n * (n + 1) / 2) for mixer in costs.mixers
     )
-    expected = found.per_token * n + found.per_pair * n * (n + 1) / 2 + in_one_chunk
-    assert found(np.array([n]))[0] == pytest.approx(expected)
+    expected = costs.per_token * n + costs.per_pair * n * (n + 1) / 2 + in_one_chunk
+    assert costs(np.array([n]))[0] == pytest.approx(expected)
 
 
 # Types that no tiny config can be made of here, or that are no model of text.

@@ -47,8 +47,8 @@ def contents(dataset, **kwargs):
     ],
 )
 def test_documents_by_hand(lengths, given, kept):
-    found, documents = contents(table(lengths), **given)
-    assert found == kept
+    documents_found, documents = contents(table(lengths), **given)
+    assert documents_found == kept
     if "wrapped" in given:
         assert documents.block.tolist() == [0, 0, 1, 1, 2]
 

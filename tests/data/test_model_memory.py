@@ -29,8 +29,8 @@ def make_config(name):
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "saved"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_of_a_packed_step_on_the_kernels_of_cuda(name, checkpointing):
-    expected, found = packed_peaks(make_config(name), checkpointing, T)
-    assert expected == pytest.approx(found, rel=0.15)
+    expected, counted = packed_peaks(make_config(name), checkpointing, T)
+    assert expected == pytest.approx(counted, rel=0.15)
 
 
 @pytest.mark.skipif(not scores_tokens(), reason="TRL before 1.16 has no fused LM head on a CPU")
@@ -45,8 +45,8 @@ def test_the_peak_of_a_packed_step_on_the_kernels_of_cuda(name, checkpointing):
     ],
 )
 def test_the_peak_with_the_fused_loss(name, lora, checkpointing):
-    expected, found = fused_peaks(make_config(name), lora, checkpointing, T)
-    assert expected == pytest.approx(found, rel=0.15)
+    expected, counted = fused_peaks(make_config(name), lora, checkpointing, T)
+    assert expected == pytest.approx(counted, rel=0.15)
 
 
 def test_what_engines_divide():

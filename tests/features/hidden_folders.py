@@ -52,8 +52,8 @@ def core_modules() -> list[str]:
 
 def train(folder: str, model_type: str, **settings: Any) -> tuple[int, bool]:
     """Train two steps of a tiny model; return the number of steps, and whether packs were proved."""
-    runs = import_module("support.runs")
-    trainer = runs.build_trainer(folder, runs.texts(), model_type, max_steps=2, **settings)
+    runs_module = import_module("support.runs")
+    trainer = runs_module.build_trainer(folder, runs_module.texts(), model_type, max_steps=2, **settings)
     trainer.train()
     packed_model = getattr(trainer, "packed_model", None)
     return trainer.state.global_step, packed_model is not None and packed_model.is_proved

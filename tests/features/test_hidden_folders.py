@@ -39,11 +39,13 @@ def test_no_test_of_the_core_imports_a_feature():
     assert len(of_core) > 150
     assert sum(bool(in_features(imported_files(file))) for file in in_features(tests)) > 10, "imports are not seen"
     helpers = [*(ROOT / "tools" / "sweep").glob("*.py")]
-    assert {file.name: found for file in [*of_core, *helpers] if (found := in_features(imported_files(file)))} == {}
+    assert {
+        file.name: features for file in [*of_core, *helpers] if (features := in_features(imported_files(file)))
+    } == {}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def facts(tmp_path_factory):
     """Return what the core does without each feature. One process runs all, because it imports for seconds."""
     folder = tmp_path_factory.mktemp("hidden")
     command = [sys.executable, str(ROOT / "tests" / "features" / "hidden_folders.py"), str(folder), *FEATURES]
@@ -57,39 +59,39 @@ def found(tmp_path_factory):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_core_imports_without_the_folder(feature, found):
-    assert found[feature]["num_modules"] > 130
-    assert found[feature]["hidden_modules"] == []
+def test_the_core_imports_without_the_folder(feature, facts):
+    assert facts[feature]["num_modules"] > 130
+    assert facts[feature]["hidden_modules"] == []
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_plain_model_is_proved_and_trains_without_the_folder(feature, found):
-    assert found[feature]["plain"] == [2, True]
+def test_a_plain_model_is_proved_and_trains_without_the_folder(feature, facts):
+    assert facts[feature]["plain"] == [2, True]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
-def test_what_needs_the_folder_is_refused(feature, found):
-    message = found[feature]["refusal"] or "nothing was refused"
+def test_what_needs_the_folder_is_refused(feature, facts):
+    message = facts[feature]["refusal"] or "nothing was refused"
     assert message.startswith(REFUSALS[feature])
     assert "nstall trl_packfix anew" in message
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("feature", ["hybrids", "images"])
-def test_models_train_unpacked_without_the_folder(feature, found):
-    assert found[feature]["unpacked_steps"] == 2
+def test_models_train_unpacked_without_the_folder(feature, facts):
+    assert facts[feature]["unpacked_steps"] == 2
 
 
 @pytest.mark.processes
-def test_answers_behind_images_are_not_trained_alone_without_the_folder(found):
-    refusal = found["images"]["refusal_of_turns"]
+def test_answers_behind_images_are_not_trained_alone_without_the_folder(facts):
+    refusal = facts["images"]["refusal_of_turns"]
     assert refusal.startswith(
         "`assistant_only_loss=True` was given with images, and this installation of trl_packfix is"
     )
 
 
 @pytest.mark.processes
-def test_planning_of_families_is_refused_without_the_folder(found):
-    assert found["prefixes"]["refusal_of_families"].startswith("`share_prefixes='family'` was given")
+def test_planning_of_families_is_refused_without_the_folder(facts):
+    assert facts["prefixes"]["refusal_of_families"].startswith("`share_prefixes='family'` was given")

@@ -27,7 +27,8 @@ def test_packs_are_as_far_from_fp32_as_unpacked_training_is(name, tmp_path, monk
     unpacked = train_unpacked(tmp_path, in_bf16)
     packed = train(tmp_path, in_bf16)
     error, rounding = (
-        weight_difference(found["end"], exact["end"], exact["start"], least_change=0.1) for found in (packed, unpacked)
+        weight_difference(result["end"], exact["end"], exact["start"], least_change=0.1)
+        for result in (packed, unpacked)
     )
     assert packed["proof"][:2] == (True, True)
     assert rounding > 1e-4

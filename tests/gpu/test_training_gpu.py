@@ -91,13 +91,13 @@ def test_packed_training_is_unpacked_training(model_type, attention, lora, check
     settings = {}
     if (use_reentrant := CHECKPOINTING[checkpointing]) is not None:
         settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    run, change = trained(tmp_path, model_type, lora, **settings)
-    assert run.packed_model.is_proved
-    assert not run.packed_model.repaired
-    assert not run.packed_model.is_unpacked
-    assert not ON_GPU or run.packed_model.attention.is_flash
+    trainer, change = trained(tmp_path, model_type, lora, **settings)
+    assert trainer.packed_model.is_proved
+    assert not trainer.packed_model.repaired
+    assert not trainer.packed_model.is_unpacked
+    assert not ON_GPU or trainer.packed_model.attention.is_flash
     check(tmp_path, change, model_type, lora)
-    (entry, *_) = (entry for entry in run.state.log_history if "loss" in entry)
+    (entry, *_) = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["tflops_per_second_per_rank"] > 0
 
 
@@ -106,8 +106,8 @@ def test_packed_training_is_unpacked_training(model_type, attention, lora, check
 def test_compiled(static, tmp_path):
     torch.compiler.reset()
     backend = {} if ON_GPU else {"torch_compile_backend": "eager"}
-    run, change = trained(tmp_path, torch_compile=True, pad_documents_to_multiple_of=static, **backend)
-    assert run.packing_report.compiled.startswith("2 of 2 layers compiled, ")
+    trainer, change = trained(tmp_path, torch_compile=True, pad_documents_to_multiple_of=static, **backend)
+    assert trainer.packing_report.compiled.startswith("2 of 2 layers compiled, ")
     check(tmp_path, change)
 
 
@@ -124,10 +124,10 @@ def test_determinism(tmp_path):
 def test_thousands_of_documents_in_a_pack(tmp_path):
     num = 2048 if ON_GPU else 64
     data = documents([8] * (2 * num))
-    run, change = trained(
+    trainer, change = trained(
         tmp_path, data=data, packing_strategy="stream", max_length=num, per_device_train_batch_size=8, max_steps=2
     )
-    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logged[0]["documents_per_step"] == num
     assert change.isfinite().all()
     assert change.norm() > 0

@@ -54,7 +54,7 @@ def random_inputs(head_dim, value_dim, heads, kv_heads, sinks, dtype):
     return [x.to(dtype) if x.dim() == 4 else x for x in tensors]
 
 
-def run(function, tensors, device, dtype=None):
+def run_attention(function, tensors, device, dtype=None):
     tensors = [x.to(device, dtype).requires_grad_() for x in tensors]
     out = function(*tensors)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
@@ -85,13 +85,17 @@ def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_head
     def reference(q, k, v, s=None):
         return attend_on_cpu(q, k, v, LENGTHS, scale=scale, window=window, sinks=s)
 
-    exact = run(reference, tensors, "cpu", torch.float64)
-    rounded = run(reference, tensors, "cpu")  # what the dtype alone costs
+    exact = run_attention(reference, tensors, "cpu", torch.float64)
+    rounded = run_attention(reference, tensors, "cpu")  # what the dtype alone costs
     # With a window of 1 and no sinks the softmax is 1, so dq and dk are exactly 0 and what is computed is rounding: it
     # is measured by the other results. Everywhere else each norm is far above a hundredth of the largest.
     least = 1e-2 * max(want.norm() for want in exact)
     for name, got, want, other in zip(
-        ("out", "dq", "dk", "dv", "dsinks"), run(on_cuda(window, scale), tensors, "cuda"), exact, rounded, strict=False
+        ("out", "dq", "dk", "dv", "dsinks"),
+        run_attention(on_cuda(window, scale), tensors, "cuda"),
+        exact,
+        rounded,
+        strict=False,
     ):
         error, allowed = ((x.double() - want).norm() / want.norm().clamp(min=least) for x in (got, other))
         assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
@@ -122,9 +126,9 @@ def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, option
     def by(function):
         return lambda q, k, v, s=None: function(q, k, v, LENGTHS, sinks=s, **options)
 
-    exact = run(by(attend_on_cpu), tensors, "cpu", torch.float64)
-    rounded = run(by(attend_on_cpu), tensors, "cpu")
-    for got, want, other in zip(run(by(attend), tensors, "cuda"), exact, rounded, strict=True):
+    exact = run_attention(by(attend_on_cpu), tensors, "cpu", torch.float64)
+    rounded = run_attention(by(attend_on_cpu), tensors, "cpu")
+    for got, want, other in zip(run_attention(by(attend), tensors, "cuda"), exact, rounded, strict=True):
         error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, other))
         assert error <= 3 * allowed + 1e-3, (error.item(), allowed.item())
 
@@ -161,13 +165,13 @@ def test_documents_of_extreme_packs_are_what_they_are_alone(lengths, head_dim):
         weights = torch.linspace(-1, 1, head_dim, device=out.device, dtype=out.dtype).expand_as(out)
         return [out.detach(), *torch.autograd.grad(out, inputs, weights)]
 
-    found = attend(lengths, slice(None))
-    assert all(x.isfinite().all() for x in found)
+    outputs = attend(lengths, slice(None))
+    assert all(x.isfinite().all() for x in outputs)
     for part in (slice(0, lengths[0]), slice(sum(lengths) - lengths[-1], None)):
-        alone = attend([found[0][:, :, part].shape[2]], part)
+        alone = attend([outputs[0][:, :, part].shape[2]], part)
         # for a document of one token the gradients of queries and keys are 0 but for rounding
         least = 1e-2 * max(own.float().norm() for own in alone)
-        for packed, own in zip(found, alone, strict=True):
+        for packed, own in zip(outputs, alone, strict=True):
             assert (packed[:, :, part] - own).float().norm() <= 0.02 * own.float().norm().clamp(min=least)
 
 
@@ -253,8 +257,8 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     def attention(attend, shared):
         return lambda q, k, v, s=None: attend(q, k, v, shared, scale=0.125, sinks=s, **features)
 
-    exact = run(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu", torch.float64)
-    rounded = run(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu")
+    exact = run_attention(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu", torch.float64)
+    rounded = run_attention(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu")
     on_gpu = shared_runs("cuda")
     inputs = [x.cuda().requires_grad_() for x in tensors]
     torch.cuda.set_sync_debug_mode("error")
@@ -262,8 +266,8 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
         torch.autograd.grad(attention(attend_pack_on_cuda, on_gpu)(*inputs).sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found = run(attention(attend_pack_on_cuda, on_gpu), tensors, "cuda")
-    for got, want, other in zip(found, exact, rounded, strict=True):
+    results = run_attention(attention(attend_pack_on_cuda, on_gpu), tensors, "cuda")
+    for got, want, other in zip(results, exact, rounded, strict=True):
         assert (got - want).norm() < 2 * (other - want).norm() + 1e-3 * want.norm()
 
 
@@ -293,13 +297,13 @@ def test_flash_attention_3_equals_the_cpu(head_dim, window):
         )
         return attend_on_cuda(q, k, v, [launch], scale=scale, window=window)
 
-    exact = run(reference, tensors, "cpu", torch.float64)
-    fa2 = run(on_fa3, tensors, "cuda")
+    exact = run_attention(reference, tensors, "cpu", torch.float64)
+    fa2 = run_attention(on_fa3, tensors, "cuda")
     torch.nn.attention.activate_flash_attention_impl("FA3")
     try:
-        found = run(on_fa3, tensors, "cuda")
+        results = run_attention(on_fa3, tensors, "cuda")
     finally:
         torch.nn.attention.restore_flash_attention_impl()
-    for mine, theirs, right in zip(found, fa2, exact, strict=True):
+    for mine, theirs, right in zip(results, fa2, exact, strict=True):
         error, usual = ((x.double() - right).norm() / right.norm() for x in (mine, theirs))
         assert error < 2 * usual + 1e-3

@@ -30,14 +30,14 @@ def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LL
     """Return the schedules of one plan by (balance, synchronisation)."""
     order = np.random.default_rng([0, 0]).permutation(len(lengths))
     plan = plan_stream(lengths, order, capacity)  # a pack that is not full is the last, in no whole step
-    found = {}
+    schedules_found = {}
     slots = accumulation * world_size
     steps = plan.num_packs // slots if drop_last else -(-plan.num_packs // slots)
     sizes = {"capacity": capacity, "accumulation": accumulation, "world_size": world_size, "drop_last": drop_last}
     for balance, synchronisation in (("none", "micro"), ("step", "micro"), ("step", "step")):
         bins = Bins(**sizes, balance=balance, synchronisation=synchronisation)
-        found[balance, synchronisation] = schedule_packs(plan, Units(lengths, model), steps, bins=bins)
-    return found
+        schedules_found[balance, synchronisation] = schedule_packs(plan, Units(lengths, model), steps, bins=bins)
+    return schedules_found
 
 
 @pytest.mark.parametrize("capacity, target", [(8192, 1.03), (32768, 1.05), (65536, 1.13)])

@@ -42,9 +42,9 @@ def test_a_step_is_dealt_anew_if_ranks_wait_for_more_than_two_thousandths(monkey
     rows = [250, 250, 250, 250 + more, 250, 250, 250, 250 - more]
     packs = [[0, 1, 2, 3], [4, 5, 6, 7]]
     dealt = [np.array([0, 1, 2, 4]), np.array([3, 5, 6, 7])]
-    found, num_calls = balance_step(monkeypatch, rows, packs, dealt)
+    balanced, num_calls = balance_step(monkeypatch, rows, packs, dealt)
     assert num_calls == is_dealt
-    assert found == (as_lists(dealt) if is_dealt else packs)
+    assert balanced == (as_lists(dealt) if is_dealt else packs)
 
 
 @pytest.mark.parametrize("num, is_dealt", [(7, 0), (8, 1)])
@@ -64,9 +64,9 @@ def test_a_step_stays_as_it_is_where_dealing_does_not_help(monkeypatch, dealt):
     packs = [[*range(7)], [7]]
     dealt = dealt and [np.array(pack, dtype=np.int64) for pack in dealt]
     rows = [1] * 7 + [3]
-    found, num_calls = balance_step(monkeypatch, rows, packs, dealt)
+    balanced, num_calls = balance_step(monkeypatch, rows, packs, dealt)
     assert num_calls == 1
-    assert found == packs
+    assert balanced == packs
 
 
 def test_a_slot_without_a_unit_is_no_better_step(monkeypatch):
@@ -79,8 +79,8 @@ def test_a_slot_without_a_unit_is_no_better_step(monkeypatch):
 def test_ranks_that_wait_after_two_micro_steps_have_even_sums(monkeypatch):
     """Ranks get costs of 9 + 1 and 8 + 2. In the order of their costs they would get 9 + 2 and 8 + 1."""
     rows = [9, 8, 2, 1]
-    found, _ = balance_step(monkeypatch, rows, [[0], [1], [2], [3]], None, accumulation=2, synchronisation="step")
-    assert [sum(rows[i] for pack in rank for i in pack) for rank in (found[::2], found[1::2])] == [10, 10]
+    balanced, _ = balance_step(monkeypatch, rows, [[0], [1], [2], [3]], None, accumulation=2, synchronisation="step")
+    assert [sum(rows[i] for pack in rank for i in pack) for rank in (balanced[::2], balanced[1::2])] == [10, 10]
 
 
 def test_packs_of_neighbouring_costs_share_a_micro_step(monkeypatch):
@@ -88,8 +88,10 @@ def test_packs_of_neighbouring_costs_share_a_micro_step(monkeypatch):
     packs = [[0], [1], [2], [3], [4]]
     assert balance_step(monkeypatch, rows, packs, None, accumulation=3)[0] == [[0], [2], [4], [3], [1], []]
     # Ranks that wait at the end of a step have 9 + 2 + 1 and 8 + 7
-    found, _ = balance_step(monkeypatch, rows, packs, None, accumulation=3, synchronisation="step")
-    assert sorted(len(rank) and sum(rows[i] for pack in rank for i in pack) for rank in (found[::2], found[1::2])) == [
+    balanced, _ = balance_step(monkeypatch, rows, packs, None, accumulation=3, synchronisation="step")
+    assert sorted(
+        len(rank) and sum(rows[i] for pack in rank for i in pack) for rank in (balanced[::2], balanced[1::2])
+    ) == [
         12,
         15,
     ]

@@ -97,10 +97,10 @@ def test_scans_are_windows_of_one_token_and_pairs_of_a_chunk():
         scan_of(layers=3, per_token=7.0, chunk=32, per_pair=2.0),
         scan_of(per_pair=0.0, chunk=1),
     )
-    found = with_scans(costs, scans)
-    assert found.windows == ((1, 2 + 2 * 5 + 3 * 7 + 5), (9, 4.0))
-    assert found.chunks == ((4, 1 + 2 * 3), (32, 3 * 2), (64, 1.0))
-    assert found.mixers == scans
+    costs_with_scans = with_scans(costs, scans)
+    assert costs_with_scans.windows == ((1, 2 + 2 * 5 + 3 * 7 + 5), (9, 4.0))
+    assert costs_with_scans.chunks == ((4, 1 + 2 * 3), (32, 3 * 2), (64, 1.0))
+    assert costs_with_scans.mixers == scans
 
 
 # Configs

@@ -72,8 +72,8 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     costs = replace(costs, tower=TowerCosts(1e10, 1e7))
     share_prefixes = "family" if kind == "families" else "off"
     how = {"accumulation": accumulation, "speeds": speeds, "cost_model": costs, "share_prefixes": share_prefixes}
-    run = planner(documents, *world, **how)
-    (schedule, units), packing = of_units(run, epoch), run.packing
+    epochs = planner(documents, *world, **how)
+    (schedule, units), packing = of_units(epochs, epoch), epochs.packing
     seconds = modelled_time(schedule, units, packing.parallel)[0].sum()
     assert time_bound(schedule, units, packing.bins, parallel=packing.parallel) <= seconds * (1 + 1e-9)
     members = map(schedule.step_documents, range(schedule.num_steps))
@@ -90,9 +90,9 @@ def test_faster_than_any_one_degree_where_lengths_differ():
     lengths = [*np.random.default_rng(0).integers(1, 12, 400).tolist(), 60, 50, 64]
     seconds = {}
     for degrees in (None, (1,), (2,), (4,)):
-        run = planner(lengths, 4, 16, accumulation=4, degrees=degrees)
-        seconds[degrees] = modelled_time(run.schedule(0), run.units(), run.packing.parallel)[0].sum()
-    assert set(run.schedule(0).degrees.tolist()) == {4}
+        epochs = planner(lengths, 4, 16, accumulation=4, degrees=degrees)
+        seconds[degrees] = modelled_time(epochs.schedule(0), epochs.units(), epochs.packing.parallel)[0].sum()
+    assert set(epochs.schedule(0).degrees.tolist()) == {4}
     assert seconds[None] < 0.9 * seconds[(4,)]
 
 
@@ -100,11 +100,11 @@ def test_faster_than_any_one_degree_where_lengths_differ():
 @given(num=st.integers(1, 150), seed=st.integers(0, 99), accumulation=st.integers(1, 4), epoch=st.integers(0, 2))
 def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(num, seed, accumulation, epoch):
     lengths = [len(row) for row in rows_of(num, seed)]
-    runs = [
+    planners = [
         planner(lengths, 8, 16, accumulation=accumulation, **kwargs)
         for kwargs in ({}, {"speeds": CHEAP}, {"cost_model": FREE}, {"degrees": (4,)}, {"balance": "none"})
     ]
-    assert len({step_hash(run, epoch) for run in runs}) == 1
+    assert len({step_hash(planner_of_launch, epoch) for planner_of_launch in planners}) == 1
 
 
 def test_the_exchange_sends_what_ulysses_sends():

@@ -45,16 +45,16 @@ if "prefixes" in PRESENT:
 class Saved:
     """What a checkpoint after `step` holds, written and read as the trainer does."""
 
-    def __init__(self, run, launch, step, folder):
-        epoch, trained = epoch_progress(run, step)
+    def __init__(self, planner, launch, step, folder):
+        epoch, trained = epoch_progress(planner, step)
         save_trained(folder, *trained)
-        read = read_trained(folder, len(run.documents))
-        for kept, found in zip(trained, read, strict=True):
-            assert np.array_equal(kept, found)
+        read = read_trained(folder, len(planner.documents))
+        for kept, read_back in zip(trained, read, strict=True):
+            assert np.array_equal(kept, read_back)
         self.step = step
         self.launch = launch
         self.state = epoch | {
-            "settings": run.packing.settings("table"),
+            "settings": planner.packing.settings("table"),
             "engine": "none",
             "global_step": step,
             "trained": read,
@@ -69,18 +69,18 @@ def resumed(plan, launch, saved):
     return planner
 
 
-def documents_of(run, step):
+def documents_of(planner, step):
     """Return the epoch and the documents of an optimizer step of the run, from the micro-batches of all ranks."""
-    epoch, inside = run.position(step)
-    schedule = run.schedule(epoch)
-    found = []
-    first = inside * run.packing.accumulation
-    for rank in range(run.packing.world_size):
-        batches = list(schedule.micro_batches(rank))[first : first + run.packing.accumulation]
-        parts = list(schedule.parts_of_rank(rank))[first : first + run.packing.accumulation]
+    epoch, inside = planner.position(step)
+    schedule = planner.schedule(epoch)
+    rows = []
+    first = inside * planner.packing.accumulation
+    for rank in range(planner.packing.world_size):
+        batches = list(schedule.micro_batches(rank))[first : first + planner.packing.accumulation]
+        parts = list(schedule.parts_of_rank(rank))[first : first + planner.packing.accumulation]
         for batch, (_, index) in zip(batches, parts, strict=True):
-            found += [i for i in batch.tolist() if i != NO_DOCUMENTS and not index]
-    return epoch, found
+            rows += [i for i in batch.tolist() if i != NO_DOCUMENTS and not index]
+    return epoch, rows
 
 
 launches = st.fixed_dictionaries(

@@ -83,8 +83,8 @@ def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
     first, second = (planner(documents, strategy, drop_last=True) for _ in range(2))
     for epoch in (0, 1):
         expected = alone.schedule(epoch)
-        for run in (first, second):
-            got = run.schedule(epoch)
+        for planner_of_two in (first, second):
+            got = planner_of_two.schedule(epoch)
             assert same(got, expected), epoch
             assert is_mapped(got.order), epoch
     assert first.num_steps == second.num_steps == alone.num_steps
@@ -134,8 +134,8 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatc
         monkeypatch.setattr(Path, "replace", refuse)
         monkeypatch.setattr(os, "unlink", refuse)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: array_in(tmp_path / f"x{SUFFIX}", make), range(4)))
-    assert all(is_mapped(values) != is_read_only and values.tolist() == [0, 1, 2, 3, 4] for values in found)
+        arrays_found = list(pool.map(lambda _: array_in(tmp_path / f"x{SUFFIX}", make), range(4)))
+    assert all(is_mapped(values) != is_read_only and values.tolist() == [0, 1, 2, 3, 4] for values in arrays_found)
     assert len(spans) == (4 if is_read_only else 1)
     first, *others = sorted(spans)
     assert all(first[1] <= start for start, _ in others)
@@ -257,7 +257,7 @@ def test_every_setting_has_its_own_file(tmp_path):
         assert files.pop(name) == [whole.cache_file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
     assert len(schedules | {whole.cache_file("schedule", 1)}) == len(files) + 2, "two settings with one schedule"
     groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))
-    assert len({run.cache_file("schedule", 0) for run in groups}) == 2
+    assert len({planner_of_group.cache_file("schedule", 0) for planner_of_group in groups}) == 2
     plans = {name for name, (plan, _) in files.items() if plan != whole.cache_file("plan", 0)}
     assert plans == {name for name, change in CHANGES.items() if change.changes == "packs"}
 
@@ -324,8 +324,8 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
     documents = made(tmp_path)
     few = made(tmp_path, num=epochs.MIN_CACHED_DOCUMENTS - 1)
-    for run in (planner(few), planner(replace(documents, file=None))):
-        run.schedule(0)
+    for planner_of_few in (planner(few), planner(replace(documents, file=None))):
+        planner_of_few.schedule(0)
     assert not list(tmp_path.glob(PACKS))
     planner(documents).schedule(0)
     assert len(list(tmp_path.glob(PACKS))) == 2

@@ -46,16 +46,16 @@ class Trend:
     @property
     def problems(self) -> set[str]:
         num = len(self.correlations)
-        found = set()
+        trends = set()
         assert num >= 5, "too few epochs to tell an order from chance"
         squares = np.square(self.correlations)
         if abs(np.sum(self.correlations)) > FAR * np.sqrt(num):
-            found.add("steps of long documents come early or late")
+            trends.add("steps of long documents come early or late")
         if squares.mean() > 1 + FAR * np.sqrt(2 / num):
-            found.add("lengths drift in single epochs")
+            trends.add("lengths drift in single epochs")
         if np.mean(self.eighths) > 1 + FAR * np.sqrt(2 / 7 / num):
-            found.add("eighths of an epoch differ")
-        return found
+            trends.add("eighths of an epoch differ")
+        return trends
 
 
 def means_of_packs(plan: PackPlan) -> np.ndarray:
@@ -104,8 +104,8 @@ if "prefixes" in PRESENT:
     RUNS["families"] = {"strategy": "stream", "share_prefixes": "family"}
 
 
-def epochs_of(run: str, seed: int, num: int = 400, **changed):
-    how = {"batch_size": 2, "max_length": LONGEST, "seed": seed} | RUNS[run] | changed
+def epochs_of(kind: str, seed: int, num: int = 400, **changed):
+    how = {"batch_size": 2, "max_length": LONGEST, "seed": seed} | RUNS[kind] | changed
     shares = how.get("share_prefixes") == "family"
     return make_epochs(documents_of(lengths_of(num, seed), how["strategy"], shares), **how)
 

@@ -62,36 +62,36 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
     """Return what is wrong with the packs of an epoch and the documents of its steps."""
     packing = plan.packing
     documents = plan.documents
-    found = set()
+    problems = set()
     schedule, (planned, units) = plan.schedule(epoch), of_units(plan, epoch)
     rows = slot_rows(plan, epoch).reshape(-1, packing.world_size)
     capacity = packing.tokens_per_rank * schedule.degrees[:, None] if packing.tokens_per_rank else packing.capacity
     if (rows > capacity).any() or len(planned.order) != len(set(planned.order.tolist())):
-        found.add("a pack is above the capacity, or a unit is divided")
+        problems.add("a pack is above the capacity, or a unit is divided")
     if len(set(schedule.order.tolist())) + schedule.num_skipped != len(documents):
-        found.add("a document is missing or twice")
+        problems.add("a document is missing or twice")
     if schedule.num_skipped and not packing.drop_last:
-        found.add("documents are left out")
+        problems.add("documents are left out")
     for step, sizes in enumerate(np.diff(planned.offsets).reshape(schedule.num_steps, -1)):
         if not sizes.any():
-            found.add("a step without a document")
+            problems.add("a step without a document")
         if packing.parallel is None and (sizes == 0).any() and sizes.max() > 1:
-            found.add("an empty slot though another has two units")
+            problems.add("an empty slot though another has two units")
         if packing.traits.keeps_unpacked_steps:
             num = len(documents)
             per_step = packing.unpacked_documents_per_step
             order = unpacked_order(num, packing.seed, epoch) if packing.shuffle else np.arange(num)
             if sorted(schedule.step_documents(step)) != sorted(order[step * per_step : (step + 1) * per_step]):
-                found.add("other documents than in the step of the unpacked run")
+                problems.add("other documents than in the step of the unpacked run")
     costs, all_costs = rank_costs(planned, units.costs()).sum(), units.costs()[planned.order].sum()
-    return found if costs == pytest.approx(all_costs) else found | {"a cost is not counted"}
+    return problems if costs == pytest.approx(all_costs) else problems | {"a cost is not counted"}
 
 
 def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
     """Return what is wrong with the micro-batches of an epoch; `ranks` are planners of all ranks, which never talk."""
     packing = ranks[0].packing
-    found = problems_of_packs(ranks[0], epoch)
-    seen = []
+    problems_found = problems_of_packs(ranks[0], epoch)
+    documents = []
     batches = []
     for rank, plan in enumerate(ranks):
         sampler = PackedBatchSampler(plan, rank)
@@ -102,19 +102,19 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
     for micro_step in zip(*batches, strict=True):
         degree = micro_step[0].group.size
         if {each.group.size for each in micro_step} != {degree} or degree not in (packing.degrees or (1,)):
-            found.add("several degrees in a micro-step, or one at which the model is not proved")
+            problems_found.add("several degrees in a micro-step, or one at which the model is not proved")
         for leader in range(0, len(ranks), degree):
             group = micro_step[leader : leader + degree]
             if [each.group.rank for each in group] != list(range(degree)):
-                found.add("parts out of order")
+                problems_found.add("parts out of order")
             if any(each != group[0] for each in group):
-                found.add("members of a group have other packs")
+                problems_found.add("members of a group have other packs")
             pack = [] if group[0] == [NO_DOCUMENTS] else group[0]
-            found |= {"an empty rank with documents"} if NO_DOCUMENTS in pack else set()
-            seen += pack
-    if sorted(seen) != sorted(ranks[0].schedule(epoch).order):
-        found.add("a document is missing or twice")
-    return found
+            problems_found |= {"an empty rank with documents"} if NO_DOCUMENTS in pack else set()
+            documents += pack
+    if sorted(documents) != sorted(ranks[0].schedule(epoch).order):
+        problems_found.add("a document is missing or twice")
+    return problems_found
 
 
 @settings(max_examples=300, deadline=None)
@@ -190,8 +190,8 @@ def test_epochs_differ_and_are_reproducible(strategy, kind):
         return
     documents = documents_of(rows_of(150, 0), kind, strategy=strategy)
     how = {"batch_size": 2, "max_length": ROOM, "share_prefixes": "family" if kind == "families" else "off"}
-    run, again = (make_epochs(documents, strategy, **how) for _ in range(2))
-    orders = [run.schedule(epoch).order.tolist() for epoch in range(3)]
+    first, again = (make_epochs(documents, strategy, **how) for _ in range(2))
+    orders = [first.schedule(epoch).order.tolist() for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2]
     assert [again.schedule(epoch).order.tolist() for epoch in (2, 0, 1)] == [orders[2], orders[0], orders[1]]
 
@@ -200,11 +200,11 @@ def test_sequential_keeps_the_order_given():
     lengths = np.random.default_rng(0).integers(2, 12, 20_000).tolist()
     # `stream` looks at most two buffers of 1,000 documents ahead; within a step documents may change places
     for strategy, tolerance in (("stream", 2000), ("wrapped", 0), ("minibatch", 8)):
-        run = planner(lengths, strategy, batch_size=2, accumulation=4, shuffle=False)
-        order = run.schedule(0).order
+        epochs = planner(lengths, strategy, batch_size=2, accumulation=4, shuffle=False)
+        order = epochs.schedule(0).order
         moved = np.abs(order - np.arange(len(order)))
         assert np.percentile(moved, 99) <= tolerance, strategy
-        assert (run.schedule(1).order == order).all()
+        assert (epochs.schedule(1).order == order).all()
         shuffled = planner(lengths, strategy, batch_size=2, accumulation=4).schedule(0).order
         moved = np.abs(shuffled - np.arange(len(order)))
         assert np.percentile(moved, 99) > 10_000, "the bound would hold for any order"

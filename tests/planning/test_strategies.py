@@ -38,14 +38,14 @@ def test_plan_packs_makes_a_plan_or_names_what_to_do_instead(name):
 
 
 def test_no_module_decides_by_the_name_of_a_strategy():
-    found = {}
+    names_of_module = {}
     for file in (ROOT / "trl_packfix").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             values = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             names = {value.value for value in values if isinstance(value, ast.Constant)} & set(STRATEGIES)
             if names and any("strategy" in ast.unparse(value) for value in values):
-                found.setdefault(file.stem, set()).update(names)
-    assert found == {}
+                names_of_module.setdefault(file.stem, set()).update(names)
+    assert names_of_module == {}
 
 
 @pytest.fixture

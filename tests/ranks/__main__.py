@@ -42,12 +42,12 @@ def equivalence() -> Scenarios:
 
 def planted() -> Scenarios:
     """Return the rows of the table with their faults, behind the proofs, and the faults that the proofs must find."""
-    found: Scenarios = {"ddp/faults_of_proofs": exchange.faults_of_proofs}
+    scenarios: Scenarios = {"ddp/faults_of_proofs": exchange.faults_of_proofs}
     if OF_HYBRIDS is not None:
-        found["ddp/faults_of_mixers"] = OF_HYBRIDS.faults_of_mixers
+        scenarios["ddp/faults_of_mixers"] = OF_HYBRIDS.faults_of_mixers
     for engine, name, fault in FAULTS:
-        found[f"{engine}/{name}-{fault}"] = partial(train_wrong, engine=engine, name=name, fault=fault)
-    return found
+        scenarios[f"{engine}/{name}-{fault}"] = partial(train_wrong, engine=engine, name=name, fault=fault)
+    return scenarios
 
 
 def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
@@ -62,10 +62,10 @@ def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
 def whole() -> Scenarios:
     """Return the scenarios for what a comparison of weights does not show."""
     s = scenarios
-    found = {}
+    scenarios_found = {}
 
     def add(engine: str, scenario, name: str | None = None, **settings) -> None:
-        found[f"{engine}/{name or scenario.__name__}"] = partial(scenario, engine=engine, **settings)
+        scenarios_found[f"{engine}/{name or scenario.__name__}"] = partial(scenario, engine=engine, **settings)
 
     for engine in WHOLE:
         add(engine, s.probed)
@@ -102,15 +102,15 @@ def whole() -> Scenarios:
     of_row("restart", row=ROWS["dividing"], save_strategy="steps")
     for engine in ("tp", "tp_fsdp"):
         add(engine, s.predicted)
-    return found
+    return scenarios_found
 
 
 def pairs() -> Scenarios:
     """Return trainings by trainers of other kinds on padded rows."""
     preferences = module_of_tests("pack_forward", "on_ranks")
     assert preferences is not None, "the folder of `pack_forward` is missing"
-    runs = [(engine, name) for engine, names in preferences.RUNS.items() for name in names]
-    return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in runs}
+    engine_names = [(engine, name) for engine, names in preferences.RUNS.items() for name in names]
+    return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in engine_names}
 
 
 PARTS = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs}
@@ -126,8 +126,8 @@ def main(folder: str, part: str, *only: str) -> int:
     on_ranks = {row.model for row in ROWS.values() if row.engines != ONE}
     for model in on_ranks if part in ("equivalence", "planted", "whole") else ["llama"]:
         training.save_model(Path(folder), model)
-    found = PARTS[part]()
-    return int(not run_all(Path(folder), {name: each for name, each in found.items() if not only or name in only}))
+    scenarios = PARTS[part]()
+    return int(not run_all(Path(folder), {name: each for name, each in scenarios.items() if not only or name in only}))
 
 
 if __name__ == "__main__":

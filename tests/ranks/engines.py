@@ -118,13 +118,13 @@ def gathered(parameter: nn.Parameter, changes: bool = False):
 
 def weights_of(trainer: Any) -> torch.Tensor:
     """Return all that is trained, in fp64, gathered from all ranks, which must all call this."""
-    found = []
+    tensors = []
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             with gathered(parameter):
                 value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                found.append(value.detach().double().flatten().clone())
-    return torch.cat(found)
+                tensors.append(value.detach().double().flatten().clone())
+    return torch.cat(tensors)
 
 
 Scenarios = dict[str, Callable[[Path], Any]]

@@ -51,9 +51,9 @@ def start(*degrees: int) -> None:
     make_groups(degrees)
 
 
-def on_all_ranks(found: Any) -> list:
+def on_all_ranks(result: Any) -> list:
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, result)
     return everyone
 
 
@@ -67,8 +67,8 @@ def attention(folder: Path) -> dict:
     """Return the largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
     start(2, 4)
     degrees = (2, 4)
-    found = {}
-    found["cases"] = {
+    results = {}
+    results["cases"] = {
         f"{heads} {name} on {degree}": difference(*heads, degree, **features)
         for heads, name, features in [
             *((heads, "full", {}) for heads in HEADS),
@@ -76,19 +76,19 @@ def attention(folder: Path) -> dict:
         ]
         for degree in degrees
     }
-    found["faults"] = {}
+    results["faults"] = {}
     for name, fault in faults.ATTENTION.items():
         with fault():
-            found["faults"][name] = [difference(8, 2, degree, prefixes=name == "prefixes") for degree in degrees]
+            results["faults"][name] = [difference(8, 2, degree, prefixes=name == "prefixes") for degree in degrees]
     torch._dynamo.reset()
     counters.clear()
     shares = {"full": False} | ({"prefixes": True} if SHARES else {})
-    found["compiled"] = {name: difference(8, 2, 2, compiled=True, prefixes=on) for name, on in shares.items()}
-    found["graphs"] = counters["stats"]["unique_graphs"]
+    results["compiled"] = {name: difference(8, 2, 2, compiled=True, prefixes=on) for name, on in shares.items()}
+    results["graphs"] = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()  # else the graphs of the right exchange run
     with faults.ATTENTION["heads"]():
-        found["faults"]["compiled"] = [difference(8, 2, 2, compiled=True)]
-    return found | {"groups": {n: dist.get_process_group_ranks(Group(n).process_group) for n in degrees}}
+        results["faults"]["compiled"] = [difference(8, 2, 2, compiled=True)]
+    return results | {"groups": {n: dist.get_process_group_ranks(Group(n).process_group) for n in degrees}}
 
 
 def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
@@ -110,15 +110,15 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     group = Group(degree, dist.get_rank() % degree)
     part = group.rows(num_tokens)
 
-    def run(attend, forward, own):
-        given = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
+    def results_of(attend, forward, own):
+        inputs = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
         with packed_forward_entered(forward):
-            out, _ = attend(nn.Module(), *given[:3], None, s_aux=given[3] if sinks else None, **features)
-        grads = torch.autograd.grad(out, given, weights[:, own], allow_unused=True)
+            out, _ = attend(nn.Module(), *inputs[:3], None, s_aux=inputs[3] if sinks else None, **features)
+        grads = torch.autograd.grad(out, inputs, weights[:, own], allow_unused=True)
         return out.detach(), grads
 
-    expected, expected_grads = run(varlen_attention, whole, slice(None))
-    out, grads = run(attend, replace(whole, group=group, part_tokens=tokens), part)
+    expected, expected_grads = results_of(varlen_attention, whole, slice(None))
+    out, grads = results_of(attend, replace(whole, group=group, part_tokens=tokens), part)
     assert out.shape == (1, tokens, heads, value_dim)
     gaps = [out - expected[:, part]]
     gaps += [mine - whole[:, :, part] for mine, whole in zip(grads[:3], expected_grads[:3], strict=True)]
@@ -173,32 +173,32 @@ if SHARES:
 def proofs(folder: Path) -> list:
     """Return the verdicts of all ranks on models that are right, and on some that cannot be shared."""
     start(2, 4)
-    found: dict[Any, Any] = {}
+    verdicts: dict[Any, Any] = {}
     llama = build_tiny_model("llama")
     trl_packfix.prepare_for_packing(llama)
     for degree in (2, 4):
-        found["whole", degree] = verdict(trl_packfix.check_isolation(llama, degree=degree))
+        verdicts["whole", degree] = verdict(trl_packfix.check_isolation(llama, degree=degree))
         if SHARES:
-            found["shared", degree] = verdict(CHECKS["shared"](llama, degree=degree))
+            verdicts["shared", degree] = verdict(CHECKS["shared"](llama, degree=degree))
     shifting = build_tiny_model("llama")
     shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
     bloom = build_tiny_model("bloom")
     for model in (shifting, bloom):
         select_attention(model)
     for degree in (1, 2):
-        found["shift", degree] = verdict(trl_packfix.check_isolation(shifting, degree=degree))
-    found["bloom"] = trl_packfix.check_isolation(bloom, degree=2).error
+        verdicts["shift", degree] = verdict(trl_packfix.check_isolation(shifting, degree=degree))
+    verdicts["bloom"] = trl_packfix.check_isolation(bloom, degree=2).error
     for family in IMAGE_PROOFS:
         model = vision.build_model(family)
         select_attention(model)
         for name, setting in (("images", "off"), ("shared", "pack")) if SHARES else (("images", "off"),):
             examples = make_examples(family, model)
-            found[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
+            verdicts[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
             probe = sharing(setting, examples.feature).make_probe_class(Probe)(model, degree=2)
             ids = probe._make_batch(probe.further_examples()[0])["input_ids"][0]
             is_image = ids == probe.images.processor.image_token_id
-            found["split", name, family] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())
-    return on_all_ranks(found)
+            verdicts["split", name, family] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())
+    return on_all_ranks(verdicts)
 
 
 def verdict(report: Any) -> tuple[bool, float, list[str]]:
@@ -209,21 +209,21 @@ def verdict(report: Any) -> tuple[bool, float, list[str]]:
 
 def faults_of_proofs(folder: Path) -> list:
     start(2)
-    found = {}
+    verdicts = {}
     model = build_tiny_model("llama")
     trl_packfix.prepare_for_packing(model)
     for name in faults.ATTENTION:
         with faults.ATTENTION[name]():
-            found["unseen" if name == "prefixes" else "whole", name] = verdict(
+            verdicts["unseen" if name == "prefixes" else "whole", name] = verdict(
                 trl_packfix.check_isolation(model, degree=2)
             )
             if SHARES and name in ("leak", "prefixes"):
-                found["shared", name] = verdict(CHECKS["shared"](model, degree=2))
+                verdicts["shared", name] = verdict(CHECKS["shared"](model, degree=2))
     for family, planted in IMAGE_PROOFS.items():
         model = vision.build_model(family)
         select_attention(model)
         for name, of in planted:
             images = None if of == "text" else make_examples(family, model)
             with faults.IMAGES[name]():
-                found[of, name] = verdict(CHECKS[of](model, 512, 2, images=images))
-    return on_all_ranks(found)
+                verdicts[of, name] = verdict(CHECKS[of](model, 512, 2, images=images))
+    return on_all_ranks(verdicts)

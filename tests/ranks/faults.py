@@ -58,9 +58,9 @@ def without_prefixes(right, *args, running, **options):
 
 def gradients_of_one_rank_lost(right, ctx, grad):
     """Lose what the second rank of a group sends back."""
-    found, *others = right(ctx, grad)
-    found.split(ctx.send_counts)[1].zero_()
-    return found, *others
+    gradient, *others = right(ctx, grad)
+    gradient.split(ctx.send_counts)[1].zero_()
+    return gradient, *others
 
 
 ATTENTION: dict[str, Fault] = {
@@ -87,8 +87,8 @@ def late_shift(right, batch, group, **kwargs):
 
 
 def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts, group):
-    found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
-    return found / group.size
+    loss = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
+    return loss / group.size
 
 
 def border_lost(right, self, rows, mask):

@@ -46,14 +46,16 @@ def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) 
     whole.train()
     resumed = make_trainer(folder, row, engine, output_dir=f"{output}/resumed", **settings)
     resumed.train(resume_from_checkpoint=str(folder / output / "whole" / "checkpoint-4"))
-    tokens = [[entry["num_tokens"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
+    tokens = [
+        [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, resumed)
+    ]
     return {
         "engine": whole.engine,
         "weights": [weights_of(whole), weights_of(resumed)],
         "tokens": tokens,
         "seen": [whole.seen, resumed.seen],
         "steps_to_compare": resumed.training_objective.same_pack_check.num_remaining_steps if row.shares else None,
-        "reports": [run.packing_report.to_dict() for run in (whole, resumed)],
+        "reports": [trainer.packing_report.to_dict() for trainer in (whole, resumed)],
     }
 
 

@@ -193,9 +193,9 @@ def repaired_in_bf16(folder: Path, engine: str) -> dict:
     """Return the proof of a model that leaks, on ranks, and which modules were repaired."""
     trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True)
     trainer.train()
-    found = trainer.packing_report.isolation
-    repaired = [repair.module.removeprefix("FSDP") for repair in found.repaired]
-    return outcome(trainer, repaired=repaired, proof=(found.isolated, found.equal))
+    report = trainer.packing_report.isolation
+    repaired = [repair.module.removeprefix("FSDP") for repair in report.repaired]
+    return outcome(trainer, repaired=repaired, proof=(report.isolated, report.equal))
 
 
 def rounded(folder: Path, engine: str) -> dict:

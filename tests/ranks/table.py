@@ -49,8 +49,8 @@ OF_MODELS = {"hybrids": MIXING, "images": FAMILIES}  # by feature, the models th
 
 def adapter(**settings: Any) -> LoraConfig:
     """Return the config of adapters as the flags of the command make it."""
-    given = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_task_type": "CAUSAL_LM"}
-    return get_peft_config(ModelConfig(**given | {"lora_target_modules": ["all-linear"]} | settings))
+    lora_settings = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_task_type": "CAUSAL_LM"}
+    return get_peft_config(ModelConfig(**lora_settings | {"lora_target_modules": ["all-linear"]} | settings))
 
 
 ADAPTERS = {
@@ -172,8 +172,8 @@ class Row:
         return Row(self.model, self.adapter, self.data, self.num, self.given, code=self.code, **of_model)
 
     def documents(self, seed: int = 0) -> Dataset:
-        found = documents(self.data, seed)
-        return found.select(range(self.num)) if self.num else found
+        dataset = documents(self.data, seed)
+        return dataset.select(range(self.num)) if self.num else dataset
 
     @property
     def features(self) -> set[str]:

@@ -87,8 +87,8 @@ def load_model(folder: Path, row: Row, engine: str | None) -> Any:
 def processor_of(row: Row) -> Any:
     if not row.has_images:
         return build_tokenizer()
-    found = vision.build_processor(row.model)
-    return vision.stripping(found) if row.data == "screens" else found
+    processor = vision.build_processor(row.model)
+    return vision.stripping(processor) if row.data == "screens" else processor
 
 
 def set_adapters(model: torch.nn.Module) -> None:
@@ -201,7 +201,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
     verdicts = verdicts_of_engine(trainer, row.finds) if row.finds else None
     report = getattr(trainer, "packing_report", None)  # of packs
     isolation = trainer.packed_model.isolation if trainer.args.packing else None
-    found = outcome(trainer) | {
+    result = outcome(trainer) | {
         "engine": trainer.engine,
         "verdicts": verdicts,
         "offloaded": offloaded.call_count if offloads else 0,
@@ -216,7 +216,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
         "unpacked": trainer.args.packing and trainer.packed_model.is_unpacked,
         "divided": sum(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
-    return found
+    return result
 
 
 def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
@@ -224,15 +224,15 @@ def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
 
     The list "changed" names what the proof changed of the engine's state.
     """
-    found: dict[str | None, Any] = {}
+    verdicts: dict[str | None, Any] = {}
     before = engine_state.snapshot(trainer)
     with trainer.packed_model.attending():
         for planted in (None, fault):
             with faults.ALL[planted]() if planted else nullcontext():
                 report = check_isolation(trainer.model_wrapped, 64, degree=2)
-            found[planted] = report.max_gradient, report.max_change <= report.tolerance and report.equal
+            verdicts[planted] = report.max_gradient, report.max_change <= report.tolerance and report.equal
     changed = gather_object([engine_state.changed(before, engine_state.snapshot(trainer))])
-    return found | {"changed": sum(changed, [])}
+    return verdicts | {"changed": sum(changed, [])}
 
 
 def train_unpacked(folder: Path, row: Row, halves: bool = False) -> dict[str, Any]:
@@ -257,10 +257,10 @@ def train_unpacked(folder: Path, row: Row, halves: bool = False) -> dict[str, An
             trainer.model_accepts_loss_kwargs = halves  # the mean over the step: TRL's is one of micro-batches
         start = weights_of(trainer)
         trainer.train()
-        found = outcome(trainer) | {"start": start}
+        result = outcome(trainer) | {"start": start}
         if row.evaluates:
             padded = {"packing": row.has_images, "eval_packing": False}  # unpacked, images are left to TRL
-            found["eval"] = make_trainer(
+            result["eval"] = make_trainer(
                 folder, replace(unpacked, ours=padded, evaluates=True), model=trainer.model
             ).evaluate()
-    return found
+    return result

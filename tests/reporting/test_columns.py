@@ -10,15 +10,15 @@ from trl_packfix.reporting.columns import Column
 
 MEANING = "mean number of documents in a pack"
 PER_PACK = Column(
-    "docs/pack", lambda found: found.num_packs and found.num_documents / found.num_packs, ".2f", "per", MEANING
+    "docs/pack", lambda report: report.num_packs and report.num_documents / report.num_packs, ".2f", "per", MEANING
 )
 NAMES = [
     column.heading for column in (*columns.KEY_COLUMNS, *columns.COLUMNS, *forecast.FORECAST_COLUMNS) if column.heading
 ]
 
 
-def say_more(found):
-    yield "documents in a pack", f"{PER_PACK.value(found):.2f}"
+def say_more(report):
+    yield "documents in a pack", f"{PER_PACK.value(report):.2f}"
 
 
 def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys):

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def trainer(tmp_path_factory):
     rng = np.random.default_rng(0)
     texts = ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]
     rows = Dataset.from_dict({"text": texts, "source": ["a", "b"] * 100})
@@ -43,8 +43,8 @@ def run(tmp_path_factory):
     return trainer
 
 
-def test_the_report_is_sixteen_lines_of_at_most_100_columns(run, capsys):
-    report = run.packing_report
+def test_the_report_is_sixteen_lines_of_at_most_100_columns(trainer, capsys):
+    report = trainer.packing_report
     report.show()
     plain = capsys.readouterr().out
     assert max(map(len, plain.splitlines())) <= 100
@@ -71,10 +71,12 @@ def test_the_report_on_a_terminal_is_whole(width):
         assert "".join("".join(shown_column).split()) == "".join("".join(column).split())
 
 
-def test_loggers_get_the_numbers_of_the_report(run):
-    (entry,) = [each for each in run.state.log_history if "packing/efficiency" in each]
-    saved = json.loads(Path(run.args.output_dir, "packing_report.json").read_text())
-    assert {name: value for name, value in entry.items() if name.startswith("packing/")} == metrics(run.packing_report)
+def test_loggers_get_the_numbers_of_the_report(trainer):
+    (entry,) = [each for each in trainer.state.log_history if "packing/efficiency" in each]
+    saved = json.loads(Path(trainer.args.output_dir, "packing_report.json").read_text())
+    assert {name: value for name, value in entry.items() if name.startswith("packing/")} == metrics(
+        trainer.packing_report
+    )
     for name in ("efficiency", "padding_efficiency", "documents_per_step", "imbalance", "lower_bound"):
         assert entry[f"packing/{name}"] == saved[name]
     lost = saved["ledger"]["lost_trained_tokens"] / saved["ledger"]["given"]["trained_tokens"]
@@ -87,12 +89,12 @@ TRAINERS = {  # keys of transformers and TRL
 }
 
 
-def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
+def test_every_key_of_the_log_is_on_the_page_and_no_other(trainer):
     made = runpy.run_path(str(ROOT / "tools" / "logged.py"))
     assert (ROOT / "docs" / "logging.md").read_text() == made["page"](), "run `python tools/logged.py`"
     listed = {key for keys in made["PARTS"].values() for key in keys}
-    run.evaluate(run.train_dataset)
-    logged = {re.sub("/[ab]$", "/NAME", key) for entry in run.state.log_history for key in entry} - TRAINERS
+    trainer.evaluate(trainer.train_dataset)
+    logged = {re.sub("/[ab]$", "/NAME", key) for entry in trainer.state.log_history for key in entry} - TRAINERS
     assert logged <= listed, "a key without a row: add it to LOGGED, beside the code that logs it"
     # The run has no images, shared packs or prefixes, and its device has no peak
     assert {"loss/NAME", "trained_tokens/NAME", "eval_loss/NAME", "packing/efficiency", "isolation/tolerance"} <= logged
@@ -104,13 +106,13 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
     assert all(unit and meaning for keys in made["PARTS"].values() for unit, meaning in keys.values())
 
 
-def test_the_model_card_says_packed_how_and_proved(run):
-    run.create_model_card(model_name="x")
-    run.create_model_card(model_name="x")  # written anew, not twice
-    card = Path(run.args.output_dir, "README.md").read_text()
+def test_the_model_card_says_packed_how_and_proved(trainer):
+    trainer.create_model_card(model_name="x")
+    trainer.create_model_card(model_name="x")  # written anew, not twice
+    card = Path(trainer.args.output_dir, "README.md").read_text()
     assert card.count("## Packing") == 1
     assert card.index("## Packing") < card.index("### Framework versions")
-    summary = dict(summarise(run.packing_report.saved_values(), run.state.log_history))
+    summary = dict(summarise(trainer.packing_report.saved_values(), trainer.state.log_history))
     assert summary.keys() == {"model", "data", "trained", "lost", "isolation", "first step", "speed"}
     del summary["model"]  # TRL's first sentence names it, with a link
     for label, text in summary.items():
@@ -155,33 +157,33 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def output(run, tmp_path_factory):
+def output(trainer, tmp_path_factory):
     """Return the folder of the run with its page, which was made by the command."""
-    folder = Path(run.args.output_dir)
+    folder = Path(trainer.args.output_dir)
     assert main(["report", str(folder)]) == 0
     return folder
 
 
-def test_the_page_of_a_run_is_what_was_logged_and_reported(run, output, capsys):
+def test_the_page_of_a_run_is_what_was_logged_and_reported(trainer, output, capsys):
     text = (output / "packing_report.html").read_text()
-    found = Reader(text)
+    page = Reader(text)
     log = read_run(output).log
-    assert log == run.state.log_history[: len(log)], "another test may evaluate after the training"
+    assert log == trainer.state.log_history[: len(log)], "another test may evaluate after the training"
     assert "train_runtime" in log[-1]
-    summary = summarise(run.packing_report.saved_values(), log)
-    assert found.rows("summary") == summary
-    assert found.rows("report") == run.packing_report.lines()
+    summary = summarise(trainer.packing_report.saved_values(), log)
+    assert page.rows("summary") == summary
+    assert page.rows("report") == trainer.packing_report.lines()
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert f"loss {losses[0]:.3g} to {losses[-1]:.3g}" in dict(summary)["trained"]
     assert "truncated" in dict(summary)["lost"]
     assert "tokens/s" in dict(summary)["speed"]
-    assert found.pictures.keys() == {"loss", "lengths", "fill", "waiting"}
-    for name, source in found.pictures.items():
+    assert page.pictures.keys() == {"loss", "lengths", "fill", "waiting"}
+    for name, source in page.pictures.items():
         kind, _, data = source.partition(",")
         assert kind == "data:image/png;base64"
         picture = imread(io.BytesIO(base64.b64decode(data)))
         assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 5, f"nothing is drawn: {name}"
-    links = [value for name, value in found.attributes if name in ("src", "href", "srcset", "action")]
+    links = [value for name, value in page.attributes if name in ("src", "href", "srcset", "action")]
     assert all(value.startswith("data:") for value in links), "the page needs a network"
     assert "@import" not in text
     assert "url(" not in text
@@ -191,21 +193,21 @@ def test_the_page_of_a_run_is_what_was_logged_and_reported(run, output, capsys):
     assert printed == dict(summary)
 
 
-def test_numbers_that_were_saved_are_read_back(run, output):
+def test_numbers_that_were_saved_are_read_back(trainer, output):
     saved = read_run(output)
     numbers = PackingNumbers.from_saved(saved.values)
-    report = run.packing_report
+    report = trainer.packing_report
     for name in ("ledger", "lengths", "max_length", "strategy", "num_packs", "efficiency", "lost_trained_share"):
         assert getattr(numbers, name) == getattr(report, name), name
     assert numbers.sample.costs == report.sample.costs
     assert numbers.sample.fills == report.sample.fills
 
 
-def test_the_page_of_a_run_that_has_not_ended(run, output, tmp_path, capsys, monkeypatch):
+def test_the_page_of_a_run_that_has_not_ended(trainer, output, tmp_path, capsys, monkeypatch):
     """Read the log from the newest checkpoint of the run. Texts of a run are no HTML. Without matplotlib nothing is
     drawn.
     """
-    report = run.packing_report
+    report = trainer.packing_report
     replace(report, model="<b>a model</b>").save(tmp_path)
     assert read_run(tmp_path).log == []
     text = make_page(read_run(tmp_path), "run")
@@ -279,12 +281,12 @@ def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_pat
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], list(range(2, 5000, 7)), [3] * 1000 + [100_000]])
 def test_histogram_counts_every_document(lengths):
     lengths = np.array(lengths)
-    found = LengthHistogram.from_lengths(lengths)
-    assert sum(found.counts) == len(lengths)
-    assert found.edges[0] == lengths.min()
-    assert found.edges[-1] > lengths.max()
-    (bars,) = re.findall(r"\[(.*)\]", found.line())
-    assert len(bars) == len(found.counts) <= 24
-    assert [bar == " " for bar in bars] == [count == 0 for count in found.counts]
-    assert (lengths <= found.median).mean() >= 0.5 > (lengths < found.median).mean()
-    assert (lengths <= found.p99).mean() >= 0.99 > (lengths < found.p99).mean()
+    histogram = LengthHistogram.from_lengths(lengths)
+    assert sum(histogram.counts) == len(lengths)
+    assert histogram.edges[0] == lengths.min()
+    assert histogram.edges[-1] > lengths.max()
+    (bars,) = re.findall(r"\[(.*)\]", histogram.line())
+    assert len(bars) == len(histogram.counts) <= 24
+    assert [bar == " " for bar in bars] == [count == 0 for count in histogram.counts]
+    assert (lengths <= histogram.median).mean() >= 0.5 > (lengths < histogram.median).mean()
+    assert (lengths <= histogram.p99).mean() >= 0.99 > (lengths < histogram.p99).mean()

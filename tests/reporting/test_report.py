@@ -55,20 +55,20 @@ KEEP = "set dataloader_drop_last=False"
     ],
 )
 def test_losses_above_one_percent_are_a_warning_that_names_the_remedy(lengths, settings, lost, remedy, tmp_path):
-    found = report(tmp_path, table(lengths), max_length=8, **settings)
+    packing_report = report(tmp_path, table(lengths), max_length=8, **settings)
     expected = None if remedy is None else f"{lost:.1%} of the trained tokens are lost: {remedy}"
-    assert dict(found.lines()).get("warning") == expected
-    assert metrics(found)["packing/lost_trained_share"] == lost == Forecast(found, 0).lost
-    assert found.ledger.given.trained_tokens == sum(lengths) - len(lengths)
-    assert found.trained_tokens_not_reached == (7 if "dataloader_drop_last" in settings else 0)
+    assert dict(packing_report.lines()).get("warning") == expected
+    assert metrics(packing_report)["packing/lost_trained_share"] == lost == Forecast(packing_report, 0).lost
+    assert packing_report.ledger.given.trained_tokens == sum(lengths) - len(lengths)
+    assert packing_report.trained_tokens_not_reached == (7 if "dataloader_drop_last" in settings else 0)
 
 
 def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
     """FlashAttention-2 adds 128 fp32 rows per document in backward: for 1,024 documents of 8 tokens 2 GiB a layer."""
-    found = report(tmp_path, table([2, 2, 3, 8, 8]), max_length=8, packing_strategy="bfd")
-    assert found.most_documents == 3
-    assert found.to_dict()["most_documents"] == 3
-    told = dict(replace(found, experimental=("tokens_per_rank",)).lines())
+    packing_report = report(tmp_path, table([2, 2, 3, 8, 8]), max_length=8, packing_strategy="bfd")
+    assert packing_report.most_documents == 3
+    assert packing_report.to_dict()["most_documents"] == 3
+    told = dict(replace(packing_report, experimental=("tokens_per_rank",)).lines())
     assert told["experimental"] == "tokens_per_rank: several GPUs have not run this yet"
     model = tiny_model("llama", hidden_size=4096, num_attention_heads=32, intermediate_size=8, num_hidden_layers=0)
     assert "needs 2.0 GiB more for the 1,024 documents of the fullest micro-batch" in backward_note(model, 1024)
@@ -80,20 +80,20 @@ def test_libraries_newer_than_the_tested_ones_are_told_in_one_line(tmp_path, mon
     monkeypatch.setattr(version, "TESTED_VERSIONS", {**installed, "a library that is not installed": "1.0"})
     assert "not tested with" not in dict(report(tmp_path, table([2, 2])).lines())
     monkeypatch.setattr(version, "TESTED_VERSIONS", {"torch": "99.0", "transformers": "5.1.0", "trl": "1.0.9"})
-    found = report(tmp_path, table([2, 2]))
+    packing_report = report(tmp_path, table([2, 2]))
     transformers, trl = (importlib.metadata.version(name) for name in ("transformers", "trl"))
     told = (
         f"transformers {transformers} is newer than the newest tested 5.1.0, trl {trl} is newer than the newest "
         "tested 1.0.9: the probe runs, the sweep has not"
     )
-    assert dict(found.lines())["not tested with"] == told
+    assert dict(packing_report.lines())["not tested with"] == told
     stream = table([2, 2] * 8).to_iterable_dataset()
     assert dict(report(tmp_path, stream, max_steps=1).lines())["not tested with"] == told
 
 
 def test_what_packing_changes_is_one_sentence(tmp_path):
-    found = report(tmp_path, table([8] * 64), max_length=32, per_device_train_batch_size=4)
-    lines = dict(found.lines())
+    packing_report = report(tmp_path, table([8] * 64), max_length=32, per_device_train_batch_size=4)
+    lines = dict(packing_report.lines())
     assert lines["steps"] == "4 of about 16.0 documents (accumulation 1, ranks 1); unpacked: 16 of 4"
     assert lines["against unpacked"] == 'learning_rate x 2.0, settings in steps / 4.0; or packing_strategy="minibatch"'
     same = report(tmp_path, table([8] * 64), max_length=32, packing_strategy="minibatch", gradient_accumulation_steps=3)
@@ -137,12 +137,12 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
 def test_the_ledger_lies_beside_every_checkpoint(tmp_path):
     settings = {"packing_report": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     build_trainer(tmp_path, texts(), max_length=20, **settings).train()
-    found = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("**/packing_report.json")}
-    assert found.keys() == {tmp_path.name, "checkpoint-2", "checkpoint-4"}
-    assert found["checkpoint-2"] == found["checkpoint-4"] == found[tmp_path.name]
+    reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("**/packing_report.json")}
+    assert reports.keys() == {tmp_path.name, "checkpoint-2", "checkpoint-4"}
+    assert reports["checkpoint-2"] == reports["checkpoint-4"] == reports[tmp_path.name]
     cut = np.array([len(text) + 1 for text in texts()["text"]])
-    assert found["checkpoint-4"]["ledger"]["truncated"]["tokens"] == (cut - 20).clip(0).sum() > 0
-    assert found["checkpoint-4"]["isolation"]["isolated"]
+    assert reports["checkpoint-4"]["ledger"]["truncated"]["tokens"] == (cut - 20).clip(0).sum() > 0
+    assert reports["checkpoint-4"]["isolation"]["isolated"]
 
 
 def test_the_report_of_shared_packs_says_degrees_and_time():

@@ -121,21 +121,21 @@ class PackageSource:
         return cls({path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.py"))})
 
     def _read_class(self, node: ast.ClassDef) -> OwnClass:
-        found = OwnClass([ast.unparse(base) for base in node.bases])
+        own_class = OwnClass([ast.unparse(base) for base in node.bases])
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                note(found.attributes, statement.target.id, statement.annotation)
-        annotated = set(found.attributes)
+                note(own_class.attributes, statement.target.id, statement.annotation)
+        annotated = set(own_class.attributes)
         for function in (statement for statement in node.body if isinstance(statement, ast.FunctionDef)):
-            note(found.attributes, function.name, function.returns)
+            note(own_class.attributes, function.name, function.returns)
             variables = variables_of(function)
             for target, value in (pair for inner in ast.walk(function) for pair in assigned_pairs(inner)):
                 is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
                 if is_own and target.attr not in annotated:
                     values = variables.get(value.id, [None]) if isinstance(value, ast.Name) else [value]
                     for each in values:
-                        note(found.attributes, target.attr, each)
-        return found
+                        note(own_class.attributes, target.attr, each)
+        return own_class
 
     def class_of(self, node: ast.expr | None, variables: Known, depth: int = 0) -> str | None:
         """Return the package's class of which an expression is an object, or that an annotation names; else None."""
@@ -161,15 +161,15 @@ class PackageSource:
     def _class_of_all(self, nodes: list[ast.expr | None], variables: Known, depth: int) -> str | None:
         """Return the class of values of which a name has one at a time; None if one of them is foreign."""
         values = [node for node in nodes if not (isinstance(node, ast.Constant) and node.value is None)]
-        found = [self.class_of(value, variables, depth + 1) for value in values]
-        return found[0] if found and None not in found else None
+        classes = [self.class_of(value, variables, depth + 1) for value in values]
+        return classes[0] if classes and None not in classes else None
 
     def _class_of_attribute(self, owner: str, name: str, depth: int) -> str | None:
         one = self.classes[owner]
         if name in one.attributes:
             return self._class_of_all(one.attributes[name], {"self": [ast.Name(owner)]}, depth)
-        found = (self._class_of_attribute(base, name, depth) for base in one.bases if base in self.classes)
-        return next((each for each in found if each is not None), None)
+        classes = (self._class_of_attribute(base, name, depth) for base in one.bases if base in self.classes)
+        return next((each for each in classes if each is not None), None)
 
     def foreign_changes(self) -> list[tuple[str, str]]:
         """Return the file and the text of each change of an object whose class is not known to be the package's."""

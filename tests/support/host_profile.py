@@ -161,9 +161,9 @@ def profile_layer(package: Any, *, num_timed: int = 0, **case: bool) -> dict[str
         profile_host(package, number, num_timed=num_timed, **case) for number in SIZES
     )
     of_layer = (many_launches - few_launches) / (many - few)
-    found = {"launches_per_layer": of_layer, "other_launches": few_launches - few * of_layer}
+    measured = {"launches_per_layer": of_layer, "other_launches": few_launches - few * of_layer}
     if num_timed:
         seconds_of_layer = (many_seconds - few_seconds) / (many - few)
-        found["ms_per_layer"] = 1e3 * seconds_of_layer
-        found["other_ms"] = 1e3 * (few_seconds - few * seconds_of_layer)
-    return found
+        measured["ms_per_layer"] = 1e3 * seconds_of_layer
+        measured["other_ms"] = 1e3 * (few_seconds - few * seconds_of_layer)
+    return measured

@@ -35,7 +35,7 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     return os.environ | settings | env
 
 
-def run(command: list[str], log: Path, seconds: int, **env: str) -> int:
+def run_logged(command: list[str], log: Path, seconds: int, **env: str) -> int:
     """Run a command in the folder of its log, and return its exit code.
 
     The command and all that it started are killed after so many seconds.
@@ -80,10 +80,10 @@ def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
 
 def seen_by(strict: ModuleType) -> dict:
     """Return what strict stand-ins recorded since this was called last."""
-    found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
+    facts = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
     strict.calls.clear()
     strict.silent.clear()
-    return found
+    return facts
 
 
 class Launch:
@@ -91,7 +91,7 @@ class Launch:
 
     def __init__(self, folder: Path, log: str, command: list[str], **env: str):
         self.folder, self.log = folder, folder / log
-        run(command, self.log, LAUNCH_SECONDS, **env)
+        run_logged(command, self.log, LAUNCH_SECONDS, **env)
 
     def __getitem__(self, key: tuple[str, str]) -> dict:
         engine, name = key
@@ -101,7 +101,7 @@ class Launch:
         return torch.load(file)
 
 
-def fork_ranks(num_ranks: int, run: Callable[[], None], seconds: int = FORK_SECONDS) -> bool:
+def fork_ranks(num_ranks: int, rank_function: Callable[[], None], seconds: int = FORK_SECONDS) -> bool:
     """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well and in time.
 
     If one takes longer all print their stacks and end, and if one fails the others are killed. A fork ends as soon as
@@ -123,7 +123,7 @@ def fork_ranks(num_ranks: int, run: Callable[[], None], seconds: int = FORK_SECO
                     ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
                     os.environ |= {name: str(value) for name, value in ids.items()}
                     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                run()
+                rank_function()
                 code = 0
             except BaseException:
                 traceback.print_exc()

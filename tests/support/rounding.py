@@ -20,13 +20,13 @@ def tolerance(rounding: float) -> float:
     return min(FACTOR * max(rounding, RESOLUTION), LIMIT)
 
 
-def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference of two losses of the same step."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def weight_difference(
-    found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor, least_change: float = 1e-2
+    weights: torch.Tensor, expected: torch.Tensor, start: torch.Tensor, least_change: float = 1e-2
 ) -> float:
     """Return how far the found weights are from the expected ones, relative to the expected change since `start`.
 
@@ -34,4 +34,4 @@ def weight_difference(
     """
     change = (expected.double() - start.double()).norm()
     assert change > least_change, "nothing was trained, so nothing is compared"
-    return ((found.double() - expected.double()).norm() / change).item()
+    return ((weights.double() - expected.double()).norm() / change).item()

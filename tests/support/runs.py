@@ -48,17 +48,17 @@ def texts(num=40, seed=0):
     return Dataset.from_dict({"text": ["".join(rng.choice(list("abcdef "), n)) for n in rng.integers(3, 60, num)]})
 
 
-def weights(run):
-    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
 def start_weights(model="llama"):
     return torch.cat([p.detach().flatten() for p in build_tiny_model(model).parameters()])
 
 
-def all_documents(run):
+def all_documents(trainer):
     """Return the documents of all packs of a run, sorted."""
-    return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+    return sorted(document for batch in trainer.get_train_dataloader() for document in documents_of(batch))
 
 
 def documents_of(batch):

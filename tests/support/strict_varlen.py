@@ -63,8 +63,8 @@ class StrictVarlen(TorchDispatchMode):
         groups = k.shape[1], q.shape[1] // k.shape[1]
         for rows, keys, logits in _sequences(q, k, v, cu_q, cu_k, max_q, max_k, causal, **options):
             weights = torch.exp(logits - lse[:, rows, None])  # (H, queries, keys)
-            grad, given = (x[rows].transpose(0, 1).to(lse.dtype) for x in (g, out))
-            change = weights * (grad @ _heads(v[keys], q).mT - (grad * given).sum(-1, keepdim=True))
+            grad, out_rows = (x[rows].transpose(0, 1).to(lse.dtype) for x in (g, out))
+            change = weights * (grad @ _heads(v[keys], q).mT - (grad * out_rows).sum(-1, keepdim=True))
             change = change * options["scale"]
             grads[0][rows] = (change @ _heads(k[keys], q)).transpose(0, 1).to(q.dtype)
             for total, part in zip(grads[1:], (change.mT @ _heads(q[rows], q), weights.mT @ grad), strict=True):

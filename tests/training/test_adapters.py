@@ -122,8 +122,8 @@ def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
     start = weights(trainer)
     expected = by_hand(trainer.train_dataset, rate=1.0)
     trainer.train()
-    found = {name: p for name, p in trainer.model.named_parameters() if "trainable_tokens_delta" in name}
-    assert len(found) == 1
+    deltas = {name: p for name, p in trainer.model.named_parameters() if "trainable_tokens_delta" in name}
+    assert len(deltas) == 1
     assert (weights(trainer) - expected).norm() < 1e-5 * (expected - start).norm()
     trainer.evaluate(trainer.train_dataset)
 

@@ -33,14 +33,14 @@ CHAT = [user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"), answer("
 
 def weighted(*weights, messages=CHAT, key="weight"):
     """Return the conversation with a weight for each answer; None gives an answer no weight."""
-    found = iter(weights)
-    return [m if m["role"] != "assistant" or (w := next(found)) is None else m | {key: w} for m in messages]
+    next_weights = iter(weights)
+    return [m if m["role"] != "assistant" or (w := next(next_weights)) is None else m | {key: w} for m in messages]
 
 
 def trained_texts(row, tokenizer):
     """Return the texts of the runs of trained tokens."""
-    runs = itertools.groupby(row["labels"], lambda label: label != -100)
-    return [tokenizer.decode([*run]) for is_trained, run in runs if is_trained]
+    label_runs = itertools.groupby(row["labels"], lambda label: label != -100)
+    return [tokenizer.decode([*label_run]) for is_trained, label_run in label_runs if is_trained]
 
 
 def sample(messages, tokenizer, template=None, **rule):
@@ -90,8 +90,8 @@ def by_hand(messages, last):
 @hypothesis_settings(max_examples=60)
 @given(messages=conversations(), last=st.booleans())
 def test_labels_are_a_mask_made_by_hand(messages, last):
-    found = sample(messages, PLAIN, assistant_turns="last" if last else "all")
-    assert (found["input_ids"], found["labels"]) == by_hand(messages, last)
+    labelled = sample(messages, PLAIN, assistant_turns="last" if last else "all")
+    assert (labelled["input_ids"], labelled["labels"]) == by_hand(messages, last)
     marked = sample(messages, CHATML, assistant_turns="last" if last else "all")  # by its generation markers
     tokens, labels = by_hand(messages, last)
     ends = [i for i, label in enumerate(labels) if label != -100 and CHATML.decode([tokens[i - 1]]) == "<|im_end|>"]
@@ -153,10 +153,10 @@ def test_an_empty_thinking_of_the_template_can_be_left_untrained():
             (answer("\n\nA1"), None),
             (answer("A1", reasoning_content="T"), "<think>\nT\n</think>\n\nA1<|im_end|>\n"),
         ):
-            found = sample([user("Q"), message], tokenizer, template, train_empty_thinking=False)
+            labelled = sample([user("Q"), message], tokenizer, template, train_empty_thinking=False)
             full = sample([user("Q"), message], tokenizer, template)
-            assert found["input_ids"] == full["input_ids"]
-            (text,) = trained_texts(found, tokenizer)
+            assert labelled["input_ids"] == full["input_ids"]
+            (text,) = trained_texts(labelled, tokenizer)
             assert text == kept or (kept is None and text.strip().endswith("A1<|im_end|>"))
             assert "<think>" in trained_texts(full, tokenizer)[0]
             assert ("<think>" in text) == ("T" in text)
@@ -258,14 +258,14 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
 def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
     chats(weighted(0, 1, 1, messages=weighted(1, 0, 1, key="train"))).save_to_disk(tmp_path / "data")
     data = load_from_disk(tmp_path / "data")
-    found = set()
+    cases = set()
     rules = [{}, {"assistant_turns": "last"}, {"message_train_key": "train"}, {"message_train_key": None}]
     for rule in [*rules, *rules]:
         trainer = run_of(tmp_path, data, shuffle_dataset=False, **rule)
         expected = [sample(row, PLAIN, **rule) for row in data["messages"]]
         assert [{key: row[key] for key in expected[0]} for row in trainer.train_dataset] == expected
-        found.add(json.dumps(expected))
-    assert len(found) == 4
+        cases.add(json.dumps(expected))
+    assert len(cases) == 4
 
 
 # Images
@@ -279,8 +279,8 @@ def without_first_answers(folder, key):
     return load_from_disk(folder / "data"), [[m["content"][0]["text"] for m in row[3::2]] for row in messages]
 
 
-def rows_of(run):
-    reader = run.data.source.reader
+def rows_of(trainer):
+    reader = trainer.data.source.reader
     return [reader.read(i, 0, int(n))["labels"].tolist() for i, n in enumerate(reader.lengths)]
 
 
@@ -297,10 +297,10 @@ def test_turns_of_rows_with_images(family, tmp_path):
     trainer = vision.make(tmp_path, family, **settings)
     rows = rows_of(trainer)
     for labels, texts in zip(rows, expected, strict=True):
-        found = joined(labels)
-        assert [text in found for text in texts] == [True] * len(texts)
-        assert "turn" not in found
-        assert found.count("then") == len(texts)
+        text_found = joined(labels)
+        assert [text in text_found for text in texts] == [True] * len(texts)
+        assert "turn" not in text_found
+        assert text_found.count("then") == len(texts)
     unpacked = vision.make(tmp_path, family, packing=False, **settings | {"max_length": None})
     batch = unpacked.data_collator([data[i] for i in range(len(data))])
     for i, labels in enumerate(rows):

@@ -149,8 +149,10 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     trainer = build_trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
     good = documents.select([i for i in range(40) if i not in bad])
     expected = build_trainer(tmp_path / "good", good.to_iterable_dataset(), **settings)
-    seen = [[documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (trainer, expected)]
-    assert seen[0] == seen[1]
+    batches_seen = [
+        [documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (trainer, expected)
+    ]
+    assert batches_seen[0] == batches_seen[1]
     trainer.train()
     ledger = trainer.packing_report.ledger
     passes = ledger.given.documents // 40
@@ -175,15 +177,15 @@ def test_commands_name_bad_rows_or_leave_them_out(command, tmp_path, capsys, pri
     assert main(words) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"trl-packfix {command}: 2 of 12 rows of the train dataset cannot be tokenised; the first")
-    found = printed(*words, "--bad-rows", "drop")
+    output = printed(*words, "--bad-rows", "drop")
     if command == "prepare":
-        assert (found["bad_rows_dropped"], found["documents_without_a_trained_token"]) == (2, 0)
+        assert (output["bad_rows_dropped"], output["documents_without_a_trained_token"]) == (2, 0)
         table = load_from_disk(tmp_path / "table")
         assert table.column_names == ["input_ids", "labels"]
         assert len(table) == 10
         assert all(table["input_ids"])
     elif command == "plan":
-        ledger = found["plans"][0]["ledger"]
+        ledger = output["plans"][0]["ledger"]
         assert (ledger["dropped"]["bad_row"]["documents"], ledger["given"]["documents"]) == (2, 12)
     else:  # rows have the numbers that they have in the file
-        assert {each["row"] for pack in found for each in pack["documents"]} == set(range(12)) - set(BAD)
+        assert {each["row"] for pack in output for each in pack["documents"]} == set(range(12)) - set(BAD)

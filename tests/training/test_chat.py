@@ -84,12 +84,12 @@ def thinking_prompts(name):
 
 @pytest.mark.parametrize("bad_rows", ["raise", "drop"])
 def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog):
-    given = {"packing": False, "max_length": 500, "max_steps": 1, "bad_rows": bad_rows}
-    given["processing_class"] = tokenizer_with("qwen3")
+    options = {"packing": False, "max_length": 500, "max_steps": 1, "bad_rows": bad_rows}
+    options["processing_class"] = tokenizer_with("qwen3")
 
     def said(data, trainer_class=SFTTrainer):
         caplog.clear()
-        trainer = build_trainer(tmp_path, data, trainer_class=trainer_class, **given)
+        trainer = build_trainer(tmp_path, data, trainer_class=trainer_class, **options)
         assert len(list(trainer.train_dataset)) == 5
         return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
@@ -125,8 +125,8 @@ def tables(rows, column):
     yield table.to_iterable_dataset()
 
 
-def rows_of(run):
-    return [(row["input_ids"], row["labels"]) for row in run.train_dataset]
+def rows_of(trainer):
+    return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
 
 
 def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
@@ -147,10 +147,10 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
     thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}
     kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
-    given = json.dumps(kept)
+    text_before = json.dumps(kept)
     stream = IterableDataset.from_generator(lambda: iter(kept))  # yields objects of the user
     prove_data(stream, "train", Rendering(build_tokenizer(), per_turn=True))
-    assert json.dumps(kept) == given
+    assert json.dumps(kept) == text_before
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]
     assert rows_of(build_trainer(tmp_path, Dataset.from_list(bad), bad_rows="drop", **settings)) == expected

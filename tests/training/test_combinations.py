@@ -224,8 +224,8 @@ def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
     constructs = not {"accelerator", "user_loss", "user_loader"} & {*MADE[feature.choice], *MADE[other]}
     unpacked = {} if feature.choice == of.PACKING or other not in REFUSED_IN_PACKS else {"packing": False}
     text = message_of(tmp_path, feature.choice, other, constructs=constructs, **unpacked)
-    given, *_ = text.partition(". ")
-    assert re.fullmatch(r"[^.]*(\.[^. ][^.]*)* was given with .*", given), text
+    first_sentence, *_ = text.partition(". ")
+    assert re.fullmatch(r"[^.]*(\.[^. ][^.]*)* was given with .*", first_sentence), text
     assert text.endswith(f". {feature.conflicts[other]}. {feature.remedy(other)}.")
     assert feature.remedy(other)[0].isupper()
     assert feature.conflicts[other][0].isupper()

@@ -114,29 +114,29 @@ def train(folder, adapters=None, compiles=True, model=None, **settings):
     return trainer, counted
 
 
-def num_linear_layers(run):
+def num_linear_layers(trainer):
     """Count linear layers inside the decoder layers.
 
     In a step each runs once, and again in backward if its layer is checkpointed.
     """
-    return sum(isinstance(module, nn.Linear) for module in run.model.get_decoder().layers.modules())
+    return sum(isinstance(module, nn.Linear) for module in trainer.model.get_decoder().layers.modules())
 
 
 @compiles_inputs
 @pytest.mark.parametrize("case", marked(CASES))
 def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path):
-    run, counted = train(tmp_path, **CASES[case])
-    assert counted.calls == [0] + [num_linear_layers(run)] * (STEPS - 1)  # layers are compiled after the first step
+    trainer, counted = train(tmp_path, **CASES[case])
+    assert counted.calls == [0] + [num_linear_layers(trainer)] * (STEPS - 1)  # layers are compiled after the first step
     assert counted.graphs == [0] + [1] * (STEPS - 1)
-    assert run.packing_report.compiled == "1 of 1 layers compiled, 1 graph"
+    assert trainer.packing_report.compiled == "1 of 1 layers compiled, 1 graph"
     # And training is the same
     flash_on_cpu.forwards.clear()
     eager, counted = train(tmp_path, **CASES[case], compiles=False)
     assert counted.calls == [0] * STEPS
     assert eager.packing_report.compiled is None
-    assert torch.allclose(weights(run), weights(eager), rtol=0, atol=1e-12)
+    assert torch.allclose(weights(trainer), weights(eager), rtol=0, atol=1e-12)
     # And it was not easy: each step has another longest document, and keys are shared where the case says so
-    longest = [batch["max_length_k"] for batch in run.get_train_dataloader()][:STEPS]
+    longest = [batch["max_length_k"] for batch in trainer.get_train_dataloader()][:STEPS]
     assert len(set(longest)) == STEPS, longest
     shares = [num_queries < num_keys for num_queries, num_keys, *_ in flash_on_cpu.forwards]
     assert any(shares) is ("share_prefixes" in CASES[case])
@@ -145,17 +145,17 @@ def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path):
 
 @compiles_inputs
 def test_no_pack_is_compiled_anew_after_the_second(flash_on_cpu, tmp_path):
-    run, counted = train(tmp_path, max_steps=1)
+    trainer, counted = train(tmp_path, max_steps=1)
     rng = np.random.default_rng(0)
-    layers = decoder_layers(run.model)
-    run.packed_model.attach_packed_attention()
+    layers = decoder_layers(trainer.model)
+    trainer.packed_model.attach_packed_attention()
     graphs = []
     with compiles_layers_of_packs(True):
         compile_layers(layers, counted.backend)
         for _ in range(200):
             documents = [{"input_ids": rng.integers(3, 250, n)} for n in rng.integers(2, 30, rng.integers(1, 5))]
             batch = PackedDataCollator()(documents)
-            run.model(**batch)
+            trainer.model(**batch)
             graphs.append(counted.num_graphs)
     assert graphs[1:] == [graphs[1]] * 199
     assert graphs[1] <= 2
@@ -163,16 +163,16 @@ def test_no_pack_is_compiled_anew_after_the_second(flash_on_cpu, tmp_path):
 
 def test_layers_stay_as_they_are_under_zero3(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_layers, "is_deepspeed_zero3_enabled", lambda: True)
-    run, counted = train(tmp_path, max_steps=3, enforce_flash_attention=False)
-    assert "ZeRO-3" in run.packing_report.compiled
+    trainer, counted = train(tmp_path, max_steps=3, enforce_flash_attention=False)
+    assert "ZeRO-3" in trainer.packing_report.compiled
     assert counted.num_graphs == 0
 
 
 def test_it_is_said_if_nothing_is_compiled(tmp_path, capsys):
     """Attention of a CPU is a loop over documents, which torch does not compile inside a checkpoint."""
-    run, counted = train(tmp_path, max_steps=3)
+    trainer, counted = train(tmp_path, max_steps=3)
     assert counted.calls == [0, 0, 0]
-    assert run.packing_report.compiled == "0 of 1 layers compiled, 0 graphs"
+    assert trainer.packing_report.compiled == "0 of 1 layers compiled, 0 graphs"
     assert "torch_compile: 0 of 1 layers compiled, 0 graphs" in capsys.readouterr().out
 
 
@@ -183,9 +183,9 @@ def test_a_layer_that_torch_runs_as_it_is_does_not_count(part, checkpoints, flas
     model = build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=2)
     module = model.model.layers[1].get_submodule(part)
     module.forward = torch.compiler.disable(module.forward)
-    run, counted = train(tmp_path, model=model, max_steps=2, gradient_checkpointing=checkpoints)
-    assert run.packing_report.compiled.startswith("1 of 2 layers compiled, ")
-    assert num_linear_layers(run) > counted.calls[1] >= num_linear_layers(run) / 2
+    trainer, counted = train(tmp_path, model=model, max_steps=2, gradient_checkpointing=checkpoints)
+    assert trainer.packing_report.compiled.startswith("1 of 2 layers compiled, ")
+    assert num_linear_layers(trainer) > counted.calls[1] >= num_linear_layers(trainer) / 2
 
 
 def test_graphs_are_compiled_with_the_options_of_a_mode():
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_not_compiled_anew_for_other_documents(flash_on_cpu):
     for longest in (9, 14, 11, 23, 17):
         bounds = torch.tensor([0, 3, 3 + longest], dtype=torch.int32)
         states = torch.randn(3, 1, 2, 3 + longest, 8, dtype=torch.bfloat16, requires_grad=True).unbind()
-        given = dict(zip(CU_SEQ_LENS, (bounds, bounds, longest, longest), strict=True))
-        with packed_forward_entered(PackedForward(**given, group=ALONE)):
-            compiled(*states, None, **given)
+        bounds_of_pack = dict(zip(CU_SEQ_LENS, (bounds, bounds, longest, longest), strict=True))
+        with packed_forward_entered(PackedForward(**bounds_of_pack, group=ALONE)):
+            compiled(*states, None, **bounds_of_pack)
     assert counter.frame_count == 2  # the second when torch sees that lengths change

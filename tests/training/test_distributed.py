@@ -51,9 +51,9 @@ def result(engine, launch):
         pytest.skip("deepspeed is not installed (pip install trl_packfix[deepspeed])")
 
     def of(scenario: str) -> dict:
-        found = launch[engine, scenario]
-        assert found["engine"] == ENGINES[engine]
-        return found
+        result_of_engine = launch[engine, scenario]
+        assert result_of_engine["engine"] == ENGINES[engine]
+        return result_of_engine
 
     return of
 
@@ -62,9 +62,9 @@ on_whole_engines = pytest.mark.parametrize("engine", WHOLE)
 on_ddp = pytest.mark.parametrize("engine", ["ddp"])
 
 
-def count(seen: list[list[list[int]]]) -> Counter[int]:
+def count(batches: list[list[list[int]]]) -> Counter[int]:
     """Count how often each document was trained, over all ranks and micro-batches."""
-    return Counter(chain.from_iterable(chain.from_iterable(seen)))
+    return Counter(chain.from_iterable(chain.from_iterable(batches)))
 
 
 def step_documents(result: dict, accumulation: int = 2) -> list[list[int]]:
@@ -79,31 +79,31 @@ def step_documents(result: dict, accumulation: int = 2) -> list[list[int]]:
 @pytest.mark.parametrize("strategy, num_ranks", [("stream", 1), ("minibatch", 1), ("bfd", 1), ("stream", 2)])
 def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ranks, request, folder):
     if num_ranks == 1:
-        found = scenarios.drop_last(folder, packing_strategy=strategy, gradient_accumulation_steps=4)
+        result_of_engine = scenarios.drop_last(folder, packing_strategy=strategy, gradient_accumulation_steps=4)
     else:
-        found = request.getfixturevalue("launch")["ddp", "drop_last"]
-    whole = found["whole"]
-    report = found["report"]
-    assert found["world_size"] == num_ranks
-    assert found["num_steps"] == report["num_steps"] == whole["num_steps"] - 1
+        result_of_engine = request.getfixturevalue("launch")["ddp", "drop_last"]
+    whole = result_of_engine["whole"]
+    report = result_of_engine["report"]
+    assert result_of_engine["world_size"] == num_ranks
+    assert result_of_engine["num_steps"] == report["num_steps"] == whole["num_steps"] - 1
     accumulation = 4 // num_ranks
     *expected, last = step_documents(whole, accumulation)
-    steps = step_documents(found, accumulation)
+    steps = step_documents(result_of_engine, accumulation)
     assert steps == expected
-    assert len(found["seen"][0]) == accumulation * len(steps)
+    assert len(result_of_engine["seen"][0]) == accumulation * len(steps)
     assert whole["report"]["documents_not_reached"] == 0 < len(last) < len(steps[0])
     if strategy == "minibatch":
         assert {len(step) for step in steps} == {8}
     # What is counted: tokens are the letters of a document and one more, of which the first is no target
-    seen = list(chain(*steps))
-    assert sorted(seen + last) == list(range(NUM_DOCUMENTS))
+    documents = list(chain(*steps))
+    assert sorted(documents + last) == list(range(NUM_DOCUMENTS))
     tokens = [len(text) + 1 for text in scenarios.documents(NUM_DOCUMENTS)["text"]]
-    assert found["num_tokens"][-1] == sum(tokens[i] for i in seen)
+    assert result_of_engine["num_tokens"][-1] == sum(tokens[i] for i in documents)
     assert report["documents_not_reached"] == len(last)
     assert report["tokens_not_reached"] == sum(tokens[i] for i in last)
     assert report["trained_tokens_not_reached"] == sum(tokens[i] - 1 for i in last)
     assert report["num_tokens"] == sum(tokens)
-    assert report["documents_per_step"] * len(steps) == len(seen)
+    assert report["documents_per_step"] * len(steps) == len(documents)
 
 
 # bf16
@@ -112,9 +112,9 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
 @pytest.mark.parametrize("engine", ["fsdp2"])
 def test_in_bf16_two_ranks_find_the_same_leak(result, engine):
     """It is below the rounding of the whole model, and each rank looks for it module by module."""
-    found = result("repaired_in_bf16")
-    assert found["proof"] == (True, True)
-    assert found["repaired"] == ["BloomAttention"]
+    outcome = result("repaired_in_bf16")
+    assert outcome["proof"] == (True, True)
+    assert outcome["repaired"] == ["BloomAttention"]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2"])
@@ -131,9 +131,9 @@ def test_ranks_that_round_otherwise_run_the_same_forwards(result, engine):
 
 @on_whole_engines
 def test_the_probe_leaves_the_engine_as_it_was(result, engine):
-    found = result("probed")
-    changed = found["changed"]
-    counts = found["counts"]
+    outcome = result("probed")
+    changed = outcome["changed"]
+    counts = outcome["counts"]
     assert changed["first probe"] == changed["second probe"] == changed["probe after the step"] == [[], []]
     # What shows that the state is looked at: an optimizer step changes it
     touched = {"parameters", "optimizer"} | ({"counters"} if engine == "zero3" else set())
@@ -165,25 +165,25 @@ def test_evaluation_on_two_ranks_equals_one(launch, engine, scenario, folder):
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_training_after_an_evaluation_is_training(result, kind):
     """accelerate does not wrap a model that it has prepared for evaluation, and its ranks would train apart."""
-    found = result(f"{kind}_evaluated")
+    outcome = result(f"{kind}_evaluated")
     expected = result(f"{kind}_trained")
-    first, second = found["norms"]
+    first, second = outcome["norms"]
     assert first == second
     assert len(first) > 10
-    assert found["losses"] == expected["losses"]
-    assert len(found["losses"]) == 2
-    assert torch.equal(found["weights"], expected["weights"])
+    assert outcome["losses"] == expected["losses"]
+    assert len(outcome["losses"]) == 2
+    assert torch.equal(outcome["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("engine", ["tp", "tp_fsdp"])
 def test_each_row_is_predicted_once(launch, engine, folder):
     """Ranks that divide a model must predict each row once."""
-    found = launch[engine, "predicted"]["predicted"]
+    predictions = launch[engine, "predicted"]["predicted"]
     expected = scenarios.predicted(folder, None)["predicted"]
     assert len(expected) == 19
-    assert found.shape == expected.shape
+    assert predictions.shape == expected.shape
     real = expected != -100
-    assert (found - expected)[real].abs().max() < 1e-4 * expected[real].abs().max()
+    assert (predictions - expected)[real].abs().max() < 1e-4 * expected[real].abs().max()
 
 
 # What is refused
@@ -208,9 +208,9 @@ REFUSED += [("ddp", "other_images", 0, ANOTHER_PACK)] if {"images", "prefixes"} 
 
 @pytest.mark.parametrize("engine, name, step, message", REFUSED, ids=[f"{row[0]}-{row[1]}" for row in REFUSED])
 def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, message):
-    found = launch[engine, name]
-    assert step is None or found["step"] == step
-    assert all(re.search(message, said) for said in found["messages"]), found["messages"]
+    outcome = launch[engine, name]
+    assert step is None or outcome["step"] == step
+    assert all(re.search(message, said) for said in outcome["messages"]), outcome["messages"]
 
 
 # Restart
@@ -220,66 +220,68 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, me
     "engine, name", [*((e, f"restart_{e}") for e in WHOLE), ("ddp", "restart_workers"), ("ddp", "restart_minibatch")]
 )
 def test_every_document_once_per_epoch_and_a_restart_in_the_second_is_exact(result, engine, name):
-    found = result(name)
-    whole = found["whole"]
-    stop = found["stop"]
-    per_epoch = found["per_epoch"]
-    assert found["engine"] == whole["engine"]
+    outcome = result(name)
+    whole = outcome["whole"]
+    stop = outcome["stop"]
+    per_epoch = outcome["per_epoch"]
+    assert outcome["engine"] == whole["engine"]
     assert per_epoch < stop < 2 * per_epoch
-    assert found["synchronisation"] == ("step" if engine == "ddp" else "micro")
+    assert outcome["synchronisation"] == ("step" if engine == "ddp" else "micro")
     epochs = [[rank[i * 2 * per_epoch :][: 2 * per_epoch] for rank in whole["seen"]] for i in range(3)]
     assert all(count(epoch) == dict.fromkeys(range(60), 1) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert max(map(len, chain(*epochs[0]))) > 2, "nothing was packed"
-    assert whole["num_steps"] == found["num_steps"] == 3 * per_epoch
-    assert found["seen"] == [micro_batches[stop * 2 :] for micro_batches in whole["seen"]]
-    assert found["losses"] == whole["losses"]
-    assert found["num_tokens"] == whole["num_tokens"]
-    gap = (found["weights"] - whole["weights"]).norm() / found["weights"].norm()
+    assert whole["num_steps"] == outcome["num_steps"] == 3 * per_epoch
+    assert outcome["seen"] == [micro_batches[stop * 2 :] for micro_batches in whole["seen"]]
+    assert outcome["losses"] == whole["losses"]
+    assert outcome["num_tokens"] == whole["num_tokens"]
+    gap = (outcome["weights"] - whole["weights"]).norm() / outcome["weights"].norm()
     assert gap == 0 if engine == "ddp" else gap < 1e-6
-    saved = AutoModelForCausalLM.from_pretrained(found["saved"])
-    assert torch.equal(torch.cat([p.detach().double().flatten() for p in saved.parameters()]), found["weights"])
+    saved = AutoModelForCausalLM.from_pretrained(outcome["saved"])
+    assert torch.equal(torch.cat([p.detach().double().flatten() for p in saved.parameters()]), outcome["weights"])
 
 
 @pytest.mark.parametrize("name, engine", RESTARTS.items())
 def test_a_restart_of_a_row_of_the_table_is_exact(launch, engine, name):
     """Rows with parts of packs, streams and images must continue exactly."""
-    found = launch[engine, f"restart_{name}"]
-    assert torch.equal(*found["weights"])
-    whole, resumed = found["tokens"]
+    outcome = launch[engine, f"restart_{name}"]
+    assert torch.equal(*outcome["weights"])
+    whole, resumed = outcome["tokens"]
     assert resumed == whole
     assert len(whole) == 6
-    whole, resumed = found["seen"]
+    whole, resumed = outcome["seen"]
     assert resumed == whole[-len(resumed) :]
     assert len(whole) == 3 * len(resumed)
-    whole, resumed = found["reports"]
+    whole, resumed = outcome["reports"]
     assert resumed["ledger"] == whole["ledger"]
     assert resumed["shared"] == whole["shared"]
     if name.startswith("parts"):  # compared once more: a table in two steps, a stream in all
         is_stream = "stream" in name
-        assert found["steps_to_compare"] == (6 - 2 if is_stream else 0)  # it has trained two
+        assert outcome["steps_to_compare"] == (6 - 2 if is_stream else 0)  # it has trained two
         if is_stream:  # what a group has read is counted once
-            assert whole["num_tokens"] == resumed["num_tokens"] == found["tokens"][0][-1]
+            assert whole["num_tokens"] == resumed["num_tokens"] == outcome["tokens"][0][-1]
 
 
 @on_ddp
 @pytest.mark.parametrize("strategy", ["minibatch", "stream"])
 def test_a_run_of_two_ranks_continues_on_one(result, folder, strategy):
-    found = result("restart_minibatch" if strategy == "minibatch" else "restart_ddp")
+    outcome = result("restart_minibatch" if strategy == "minibatch" else "restart_ddp")
     settings = {"num": 60, "gradient_accumulation_steps": 4, "packing_strategy": strategy}
     ends = []
     for cls in (scenarios.Numbered, scenarios.Reversed):
         one = scenarios.make(folder, None, cls, **restarts.THREE_EPOCHS | settings)
-        one.train(found["checkpoint"])
-        assert step_documents({"seen": [one.seen]}, accumulation=4) == step_documents(found["whole"])[found["stop"] :]
+        one.train(outcome["checkpoint"])
+        assert (
+            step_documents({"seen": [one.seen]}, accumulation=4) == step_documents(outcome["whole"])[outcome["stop"] :]
+        )
         ends.append(scenarios.weights_of(one))
     start = torch.zeros_like(ends[0])
     rounding = weight_difference(ends[1], ends[0], start)
-    assert weight_difference(ends[0], found["whole"]["weights"], start) <= tolerance(rounding)
+    assert weight_difference(ends[0], outcome["whole"]["weights"], start) <= tolerance(rounding)
     # in other steps every document is trained once in each epoch, too
     one = scenarios.make(folder, **restarts.THREE_EPOCHS | settings | {"gradient_accumulation_steps": 3})
-    one.train(found["checkpoint"])
-    before = step_documents(found["whole"])[: found["stop"]]
+    one.train(outcome["checkpoint"])
+    before = step_documents(outcome["whole"])[: outcome["stop"]]
     assert len(one.seen) % 3 == 0
     assert count([before, one.seen]) == dict.fromkeys(range(60), 3)
 
@@ -298,10 +300,10 @@ def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
 @pytest.mark.parametrize("engine", ["zero3"])
 def test_the_checkpoint_of_another_engine_is_refused(result, folder):
     """Refuse it, because the Trainer would not find the optimizer state, and would not say so."""
-    found = result("restart_zero3")
+    outcome = result("restart_zero3")
     one = scenarios.make(folder, num=60, gradient_accumulation_steps=4, **restarts.THREE_EPOCHS)
     with pytest.raises(ValueError, match="`engine` was 'deepspeed' and is 'none'"):
-        one.train(found["checkpoint"])
+        one.train(outcome["checkpoint"])
 
 
 @on_whole_engines

@@ -34,27 +34,27 @@ NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in IN_ONE]
 def test_packs_train_what_trl_trains_unpacked(name):
     row = ROWS[name]
     expected = reference(name)
-    found = train(folder(), row)
+    result = train(folder(), row)
     if row.given.get("bf16"):  # as far from unpacked training as that is with other micro-batches
         apart = difference(unpacked(key(row), halves=True), expected)
         assert 1e-4 < apart < 0.02
-        assert difference(found, expected) <= 3 * apart
+        assert difference(result, expected) <= 3 * apart
     else:
-        assert difference(found, expected) <= tolerance(rounding()[0])
-        check_logs(row, found, expected)
-    text = found["report"]["first_step"]
+        assert difference(result, expected) <= tolerance(rounding()[0])
+        check_logs(row, result, expected)
+    text = result["report"]["first_step"]
     assert re.match(r"loss .* packed, .*; gradients \de-\d\d \([a-z ]+ \de-\d\d\) over", text)
-    isolated, equal, attention = found["proof"]
+    isolated, equal, attention = result["proof"]
     assert isolated
     assert equal
-    assert len(found["seen"]) == NUM_STEPS * row.micro_batches
-    assert max(count for *_, count in found["seen"]) > 2, "nothing was packed"
-    assert found["unpacked"] is (row.model in AS_ROWS or "on_leak" in row.ours)
-    assert attention == "packfix_varlen" or found["unpacked"] or row.model in OWN_ATTENTION
+    assert len(result["seen"]) == NUM_STEPS * row.micro_batches
+    assert max(count for *_, count in result["seen"]) > 2, "nothing was packed"
+    assert result["unpacked"] is (row.model in AS_ROWS or "on_leak" in row.ours)
+    assert attention == "packfix_varlen" or result["unpacked"] or row.model in OWN_ATTENTION
     if "share_prefixes" in row.ours:
-        assert sum(logged(found, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
+        assert sum(logged(result, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
     if row.ours == STATIC:
-        assert len(found["shapes"]) == 1
+        assert len(result["shapes"]) == 1
 
 
 @pytest.mark.faults
@@ -67,8 +67,8 @@ def test_the_table_sees_faults(name, fault):
         late = faults.BEHIND_PROOF.get(fault)
         if late is None:
             stack.enter_context(faults.ALL[fault]())
-        found = train(folder(), ROWS[name], callbacks=[faults.Begins(late, stack)] if late else None)
-    assert difference(found, expected) > LIMIT
+        result = train(folder(), ROWS[name], callbacks=[faults.Begins(late, stack)] if late else None)
+    assert difference(result, expected) > LIMIT
 
 
 @pytest.mark.parametrize("name", ["one_sinks", "one_learned_positions"])

@@ -123,10 +123,10 @@ INPUT = {
 }
 
 
-@pytest.mark.parametrize("given, message", INPUT.values(), ids=INPUT)
-def test_input_is_refused(given, message, tmp_path):
+@pytest.mark.parametrize("arguments, message", INPUT.values(), ids=INPUT)
+def test_input_is_refused(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        build_trainer(tmp_path, **given)
+        build_trainer(tmp_path, **arguments)
 
 
 PREPARED = {
@@ -231,7 +231,7 @@ def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
 
 @scores_tokens
 @pytest.mark.parametrize(
-    "given",
+    "settings_given",
     [
         {"loss_type": "chunked_nll"},
         {"pad_token": "<|pad|>"},
@@ -242,16 +242,22 @@ def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
     ],
     ids=str,
 )
-def test_deprecations_of_trl_are_passed_through(given, tmp_path):
+def test_deprecations_of_trl_are_passed_through(settings_given, tmp_path):
     warned = []
     for kind in (trl.SFTConfig, SFTConfig):
-        settings = {"packing": True, "packing_strategy": "bfd", "use_cpu": True, "bf16": False, "report_to": []} | given
-        with warnings.catch_warnings(record=True) as found:
+        settings = {
+            "packing": True,
+            "packing_strategy": "bfd",
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+        } | settings_given
+        with warnings.catch_warnings(record=True) as warnings_found:
             warnings.simplefilter("always")
             args = kind(str(tmp_path), **settings)
-        warned.append({str(each.message) for each in found if issubclass(each.category, FutureWarning)})
+        warned.append({str(each.message) for each in warnings_found if issubclass(each.category, FutureWarning)})
     # a name that transformers below 5.20 need
     assert warned[1] == {text for text in warned[0] if not text.startswith("`gradient_checkpointing` is deprecated")}
-    assert bool(warned[1]) is bool(given) or "gradient_checkpointing" in given
+    assert bool(warned[1]) is bool(settings_given) or "gradient_checkpointing" in settings_given
     assert args.packing_strategy in ("bfd", "bfd_split")
     assert args.loss_type == "nll"

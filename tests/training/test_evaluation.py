@@ -79,28 +79,28 @@ def test_packs_of_an_evaluation_have_the_size_of_its_own_batches(tmp_path):
 
 def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
     settings = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}, "max_length": 16}
-    runs = [build_trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
-    assert len({run.evaluate()["eval_loss"] for run in runs}) == 1
+    trainers = [build_trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
+    assert len({trainer.evaluate()["eval_loss"] for trainer in trainers}) == 1
 
 
 def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
     data = partly_trained()
-    seen = {"logits": []}
+    shapes = {"logits": []}
 
     def preprocess(logits, labels):
-        seen["logits"].append((logits.shape[:2], labels.shape))
+        shapes["logits"].append((logits.shape[:2], labels.shape))
         return logits.argmax(-1)
 
     def metric(prediction):
-        seen["prediction"] = prediction
+        shapes["prediction"] = prediction
         return {"rows": len(prediction.label_ids)}
 
-    given = {"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess}
-    trainer = build_trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
+    options = {"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess}
+    trainer = build_trainer(tmp_path, texts(), trainer_kwargs=options, per_device_eval_batch_size=4)
     assert trainer.evaluate()["eval_rows"] == 23
-    assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])
-    labels = seen["prediction"].label_ids
-    tops = seen["prediction"].predictions
+    assert all(logits == labels and logits[0] == 4 for logits, labels in shapes["logits"])
+    labels = shapes["prediction"].label_ids
+    tops = shapes["prediction"].predictions
     model = build_tiny_model()
     for row, document in enumerate(data):
         length = len(document["input_ids"])
@@ -205,8 +205,8 @@ def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(packing, tmp_path):
-    given = {"eval_dataset": BEYOND, "compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
-    trainer = build_trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
+    options = {"eval_dataset": BEYOND, "compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
+    trainer = build_trainer(tmp_path, ANSWERS, trainer_kwargs=options, packing=packing, max_steps=1, **EVERY_STEP)
     trainer.train()
     metrics = trainer.evaluate()
     assert metrics["eval_rows"] == 3
@@ -226,8 +226,8 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     settings = {"max_steps": 60, "learning_rate": 3e-2, "eval_packing": eval_packing, "per_device_eval_batch_size": 5}
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
-    given = {"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]}
-    trainer = build_trainer(tmp_path, data, trainer_kwargs=given, **settings)
+    options = {"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]}
+    trainer = build_trainer(tmp_path, data, trainer_kwargs=options, **settings)
     trainer.train()
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     best = min(losses, key=losses.get)
@@ -249,26 +249,26 @@ def test_labels_of_any_integer_type_are_predicted_on_as_in_trl(labels, packing, 
     if labels is not None:
         data = data.add_column("labels", data["input_ids"]).cast_column("labels", [Value("int32")])
     assert all(feature.feature.dtype == "int32" for feature in data.features.values())
-    found = []
+    results = []
     for kind in (SFTTrainer, trl.SFTTrainer):
-        seen = {}
+        inputs = {}
 
-        def metric(prediction, seen=seen):
-            seen["labels"] = prediction.label_ids
+        def metric(prediction, inputs=inputs):
+            inputs["labels"] = prediction.label_ids
             return {"right": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).sum())}
 
         def loss(outputs, labels, num_items_in_batch=None):
             return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
-        given = {"train_dataset": data, "eval_dataset": data, "processing_class": build_tokenizer()}
+        options = {"train_dataset": data, "eval_dataset": data, "processing_class": build_tokenizer()}
         args = config(tmp_path, packing=packing and kind is SFTTrainer, per_device_eval_batch_size=3)
-        run = kind(build_tiny_model(), args, **given, compute_metrics=metric)
-        evaluated = run.evaluate()
-        predicted = run.predict(data)
-        own = kind(build_tiny_model(), args, **given, compute_metrics=metric, compute_loss_func=loss).evaluate()
-        found.append((evaluated["eval_right"], own["eval_loss"], seen["labels"], predicted.label_ids))
+        trainer = kind(build_tiny_model(), args, **options, compute_metrics=metric)
+        evaluated = trainer.evaluate()
+        predicted = trainer.predict(data)
+        own = kind(build_tiny_model(), args, **options, compute_metrics=metric, compute_loss_func=loss).evaluate()
+        results.append((evaluated["eval_right"], own["eval_loss"], inputs["labels"], predicted.label_ids))
         assert np.isfinite(evaluated["eval_loss"])
         assert len(predicted.predictions) == 7
-    for ours, stock in zip(*found, strict=True):
+    for ours, stock in zip(*results, strict=True):
         assert np.asarray(ours).dtype == np.asarray(stock).dtype
         np.testing.assert_allclose(ours, stock, rtol=1e-5)

@@ -55,16 +55,16 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
 
     monkeypatch.setattr(exchange, "exchange_pieces", exchanged)
     query, key, value = (torch.randn(1, n, degree * num_tokens, 4) for n in (heads, kv_heads, kv_heads))
-    found = {}
+    exchanges = {}
     for member in [*range(degree)] * 2:
         part = slice(member * num_tokens, (member + 1) * num_tokens)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "tensor", None)  # it would copy from the host
             states = [x[:, :, part] for x in (query, key, value)]
-            found[member] = HeadExchange(heads, kv_heads, Group(degree, member)).to_heads(states[:1], states[1:])
-    assert torch.equal(torch.cat([each[0] for each in found.values()], dim=1), query)
+            exchanges[member] = HeadExchange(heads, kv_heads, Group(degree, member)).to_heads(states[:1], states[1:])
+    assert torch.equal(torch.cat([each[0] for each in exchanges.values()], dim=1), query)
     for i, whole in ((1, key), (2, value)):
-        read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in found.values()]
+        read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in exchanges.values()]
         assert torch.equal(torch.cat(read, dim=1), whole.repeat_interleave(heads // kv_heads, dim=1))
 
 

@@ -35,17 +35,17 @@ END = build_tokenizer().eos_token_id
 
 def rows(lengths=LENGTHS, end=False, **columns):
     generator = torch.Generator().manual_seed(0)
-    found = []
+    documents = []
     for i, length in enumerate(lengths):
         ids = torch.randint(16, 60, (length,), generator=generator).tolist()
         if i % 2:  # every second one begins as the one before it
-            ids[: length // 2] = (found[-1]["input_ids"] * length)[: length // 2]
+            ids[: length // 2] = (documents[-1]["input_ids"] * length)[: length // 2]
         if end:
             ids[-1] = END
         prompt = min(5, length // 3)
         row = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
-        found.append(row | {name: values(i) for name, values in columns.items()})
-    return Dataset.from_list(found)
+        documents.append(row | {name: values(i) for name, values in columns.items()})
+    return Dataset.from_list(documents)
 
 
 def make(folder, model="llama", dataset=None, **settings):
@@ -54,33 +54,33 @@ def make(folder, model="llama", dataset=None, **settings):
         model = vision.build_model(model)
         dataset = vision.rows(12)
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
-    given = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2, "on_leak": "raise"}
-    given |= settings
-    if "weight_column" in given:
+    options = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2, "on_leak": "raise"}
+    options |= settings
+    if "weight_column" in options:
         dataset = rows(weight=lambda i: 0.5 + i % 3)
     args = SFTConfig(
-        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **given
+        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **options
     )
     return SFTTrainer(model, args, train_dataset=rows() if dataset is None else dataset, processing_class=processor)
 
 
 def compare(trainer, fault=nullcontext):
     """Return the comparison, with a fault behind the proof of the model; the step follows if it passes."""
-    found = []
+    comparisons = []
     right = FirstStep.compare
 
     def with_fault(self):
         with fault():
-            found.append(right(self))
-        return found[0]
+            comparisons.append(right(self))
+        return comparisons[0]
 
     with mock.patch.object(FirstStep, "compare", with_fault):
         try:
             trainer.train()
         except PackingLeakError as error:
-            assert found
-            assert found[0].problem in str(error)
-    return found[0]
+            assert comparisons
+            assert comparisons[0].problem in str(error)
+    return comparisons[0]
 
 
 PLAIN = {"gradient_checkpointing": False}
@@ -98,19 +98,19 @@ CASES = {
 @pytest.mark.parametrize("name", ["documents", "noise", "no checkpointing"])  # others: table of equivalences
 def test_packed_and_unpacked_are_equal(tmp_path, name):
     trainer = make(tmp_path, **CASES[name])
-    found = compare(trainer)
-    assert found.problem is None, found.text
-    assert found.loss_gap < 2e-6, found.text
-    assert found.gradient_gap < 1e-5, found.text
+    comparison = compare(trainer)
+    assert comparison.problem is None, comparison.text
+    assert comparison.loss_gap < 2e-6, comparison.text
+    assert comparison.gradient_gap < 1e-5, comparison.text
     number = sum(parameter.requires_grad for parameter in trainer.model.parameters())
-    assert f" (accepted 1e-03) over {number} parameters" in found.text
-    assert dict(trainer.packing_report.lines())["first step"] == found.text
+    assert f" (accepted 1e-03) over {number} parameters" in comparison.text
+    assert dict(trainer.packing_report.lines())["first step"] == comparison.text
 
 
 def test_half_precision_is_judged_by_its_rounding(tmp_path):
-    found = compare(make(tmp_path, bf16=True))
-    assert found.problem is None, found.text
-    assert 1e-4 < found.gradient_gap < 0.1, found.text
+    comparison = compare(make(tmp_path, bf16=True))
+    assert comparison.problem is None, comparison.text
+    assert 1e-4 < comparison.gradient_gap < 0.1, comparison.text
     assert compare(make(tmp_path, bf16=True), FAULTS["labels rolled"][0]).problem
     # Recomputed layers must be rounded as in their forward, or an expert gets other tokens
     model = zoo.build_model("dbrx").bfloat16()
@@ -132,9 +132,9 @@ def test_no_type_is_refused_for_its_rounding(tmp_path, model_type):
     checkpointing = bool(model.supports_gradient_checkpointing)
     settings = {"bf16": True, "max_length": 128, "gradient_checkpointing": checkpointing, "on_leak": "repair"}
     trainer = make(tmp_path, model, rows((60, 13, 100, 33, 7, 90)), **settings)
-    found = compare(trainer)
-    assert found.problem is None, found.text
-    assert found.gradient_gap < 0.5, found.text
+    comparison = compare(trainer)
+    assert comparison.problem is None, comparison.text
+    assert comparison.gradient_gap < 0.5, comparison.text
     assert trainer.first_step.longest_compared == 100
 
 
@@ -142,9 +142,9 @@ def in_batch(change):
     """Return a fault that changes the batch of a pack by `change(batch, first token of each document)`."""
 
     def wrong(right, self, documents, degree=1):
-        batch, runs = right(self, documents, degree)
+        batch, runs_of_pack = right(self, documents, degree)
         change(batch, batch["cu_seq_lens_q"][:-1].long())
-        return batch, runs
+        return batch, runs_of_pack
 
     return changed(PackedDataCollator, "collate", wrong)
 
@@ -169,13 +169,13 @@ def of_values(change):
 
 
 def found_by_end_tokens(right, self, documents, degree=1):
-    found = []
+    documents_found = []
     for document in documents:
-        if found and found[-1]["input_ids"][-1] != END:
-            before = found.pop()
+        if documents_found and documents_found[-1]["input_ids"][-1] != END:
+            before = documents_found.pop()
             document = {name: np.append(before[name], document[name]) for name in document}
-        found.append(document)
-    return right(self, found, degree)
+        documents_found.append(document)
+    return right(self, documents_found, degree)
 
 
 def in_one_layer(right, bounds, num_tokens, calls=[]):  # noqa: B006 - counts
@@ -279,9 +279,9 @@ MARKS = {"positions go on": current_models, "a shared row counts once": needs("p
 )
 def test_a_fault_is_named(tmp_path, fault, settings, named):
     trainer = make(tmp_path, **settings)
-    found = compare(trainer, fault)
-    assert found.problem is not None, found.text
-    assert named in found.problem, found.text
+    comparison = compare(trainer, fault)
+    assert comparison.problem is not None, comparison.text
+    assert named in comparison.problem, comparison.text
     assert trainer.state.global_step == 0
 
 
@@ -294,9 +294,9 @@ def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
 
     def with_fault(self):
         with FAULTS[fault][0]():
-            found = right(self)
-        compared.append(found.problem is None)
-        return found
+            comparison = right(self)
+        compared.append(comparison.problem is None)
+        return comparison
 
     refused = pytest.raises(PackingLeakError, match="packed and unpacked before the first step: the loss is")
     with mock.patch.object(FirstStep, "compare", with_fault), nullcontext() if helps else refused:
@@ -363,17 +363,17 @@ def test_lengths_are_compared_when_they_double(tmp_path):
     one_each = {"packing_strategy": "minibatch", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     in_order = {"train_sampling_strategy": "sequential", "shuffle_dataset": False}
     trainer = make(tmp_path, dataset=rows((40, 90, 200, 210)), max_steps=4, **one_each, **in_order)
-    seen = []
+    lengths = []
     right = Probe.forward_alone
 
     def note(self, ids):
-        seen.extend([len(ids)] * (len(ids) > 32))  # the proof of the model has shorter ones
+        lengths.extend([len(ids)] * (len(ids) > 32))  # the proof of the model has shorter ones
         return right(self, ids)
 
     with mock.patch.object(Probe, "forward_alone", note):
         trainer.train()
-    assert trainer.first_step.longest_compared == 200, seen
-    assert seen == [90, 200], seen
+    assert trainer.first_step.longest_compared == 200, lengths
+    assert lengths == [90, 200], lengths
 
 
 def test_padding_is_no_long_document():

@@ -116,9 +116,9 @@ def any_model(monkeypatch):
 
 def test_equal_steps_have_no_problem():
     step = ScriptedFirstStep()
-    found = step.compare()
-    assert (found.loss_gap, found.gradient_gap, found.problem) == (0, 0, None)
-    assert found.text == (
+    comparison = step.compare()
+    assert (comparison.loss_gap, comparison.gradient_gap, comparison.problem) == (0, 0, None)
+    assert comparison.text == (
         "loss 1.0000 packed, 1.0000 unpacked, apart by 0e+00 (accepted 1e-04); gradients 0e+00 (accepted 1e-03) over 2 "
         "parameters"
     )
@@ -140,36 +140,36 @@ def test_equal_steps_have_no_problem():
 )
 def test_a_loss_differs_above_a_ten_thousandth_and_a_gradient_above_a_thousandth(packed, draws):
     step = ScriptedFirstStep(lambda: gradients_of(**packed))
-    found = step.compare()
-    assert (found.problem is not None) == (draws > 0)
+    comparison = step.compare()
+    assert (comparison.problem is not None) == (draws > 0)
     assert len(step._probe.draws) == draws
     if draws:
-        assert found.problem == "limits [0.0001, 0.001]"
+        assert comparison.problem == "limits [0.0001, 0.001]"
 
 
 def test_rounding_raises_the_limits_to_three_times_its_change():
     """Measure the change of a drawn rounding from the packed step, whose loss is 1.01, not from the unpacked one."""
     step = ScriptedFirstStep(lambda: gradients_of(1.01 + 0.004 * (step._probe.draw is not None)))
-    found = step.compare()
-    assert found.problem is None
+    comparison = step.compare()
+    assert comparison.problem is None
     assert step._probe.draws == [0]
     assert step._probe.by_channel == {True}
-    assert "apart by 1e-02 (rounding explains 1e-02); gradients 0e+00 (accepted 1e-03)" in found.text
-    assert found.loss_gap == pytest.approx(0.01)
+    assert "apart by 1e-02 (rounding explains 1e-02); gradients 0e+00 (accepted 1e-03)" in comparison.text
+    assert comparison.loss_gap == pytest.approx(0.01)
     step = ScriptedFirstStep(lambda: gradients_of(1.01 + 0.003 * (step._probe.draw is not None)))
     assert "limits [0.0089" in step.compare().problem
     step = ScriptedFirstStep(lambda: gradients_of(first=1.01 + 0.004 * (step._probe.draw is not None)))
-    found = step.compare()
-    assert found.problem is None
-    assert "apart by 0e+00 (accepted 1e-04); gradients 1e-02 (rounding explains 1e-02)" in found.text
+    comparison = step.compare()
+    assert comparison.problem is None
+    assert "apart by 0e+00 (accepted 1e-04); gradients 1e-02 (rounding explains 1e-02)" in comparison.text
 
 
 @pytest.mark.parametrize("gap, is_problem", [(HALF * 0.99, False), (HALF * 1.01, True)])
 def test_gradients_in_half_precision_may_differ_by_one_rounding(gap, is_problem):
     step = ScriptedFirstStep(lambda: gradients_of(first=1 + gap, second=1 + gap), dtype=torch.bfloat16)
     step._probe.rounding = HALF
-    found = step.compare()
-    assert (found.problem is not None) is is_problem
+    comparison = step.compare()
+    assert (comparison.problem is not None) is is_problem
 
 
 @pytest.mark.parametrize(
@@ -191,18 +191,18 @@ def test_the_loss_of_sharded_models_in_half_precision_may_differ_by_an_epsilon(d
 def test_a_gap_that_is_gone_when_ties_are_broken_in_order_is_no_problem():
     losses = [1.01] + [1.01] * 6 + [1.0]  # a step, six roundings, and the step with ties in order
     step = ScriptedFirstStep(lambda: gradients_of(losses.pop(0)))
-    found = step.compare()
-    assert found.problem is None
-    assert found.loss_gap == 0
+    comparison = step.compare()
+    assert comparison.problem is None
+    assert comparison.loss_gap == 0
     assert losses == []
 
 
 def test_a_step_without_gradients_is_compared_by_its_loss():
     step = ScriptedFirstStep(lambda: _StepGradients(1.01, None), lambda: _StepGradients(1.0, None))
-    found = step.compare()
-    assert found.problem is not None
-    assert found.gradient_gap is None
-    assert found.text.endswith("; gradients are held by the engine, not compared")
+    comparison = step.compare()
+    assert comparison.problem is not None
+    assert comparison.gradient_gap is None
+    assert comparison.text.endswith("; gradients are held by the engine, not compared")
 
 
 def test_documents_without_a_trained_token_are_not_compared():
@@ -290,8 +290,8 @@ def test_a_small_gradient_is_compared_with_a_share_of_the_whole(dtype, share):
 def test_why_a_loss_is_not_compared(change, reason):
     step = ScriptedFirstStep()
     change(step._trainer, step._objective)
-    found = step._reason_not_to_compare()
-    assert found is None if reason is None else found.startswith(reason)
+    reason_found = step._reason_not_to_compare()
+    assert reason_found is None if reason is None else reason_found.startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -380,10 +380,10 @@ def train_packed(compares_gradients=True, is_wrapped=True):
     step._unwrapped_model = None if is_wrapped else step._probe.model
     step._data.training_collator = lambda names: lambda pack: {"pack": [*pack]}
     step._gradient_products = lambda is_reduced: is_reduced
-    found = FirstStep._train_packed(step, [RankShare([1]), RankShare([1, 2])])
+    gradients = FirstStep._train_packed(step, [RankShare([1]), RankShare([1, 2])])
     assert trainer.current_gradient_accumulation_steps == 2
-    assert found.products is True, "the trainer's methods have added the gradients of ranks"
-    return found.loss, is_exchanged
+    assert gradients.products is True, "the trainer's methods have added the gradients of ranks"
+    return gradients.loss, is_exchanged
 
 
 def test_packs_are_trained_as_the_micro_batches_of_a_step():
@@ -414,12 +414,12 @@ def train_unpacked(packs, member=0, router_losses=None, **attributes):
     step._row_losses = row_losses
     step._run_backward = lambda loss: (loss.backward() if loss.requires_grad else None) or float(loss.detach())
     step._gradient_products = lambda is_reduced: is_reduced
-    found = FirstStep._train_unpacked(step, shares)
-    assert found.products is False, "the gradients of ranks have to be added"
+    gradients = FirstStep._train_unpacked(step, shares)
+    assert gradients.products is False, "the gradients of ranks have to be added"
     assert step._probe.longest_alone == [max(len(document["input_ids"]) for document in packs[0])]
     for documents, rows in batches:
         factors |= {id(document): float(grad) for document, grad in zip(documents, rows.grad, strict=True)}
-    return [factors[id(document)] for document in packs[0]], found.loss, [len(rows) for _, rows in batches]
+    return [factors[id(document)] for document in packs[0]], gradients.loss, [len(rows) for _, rows in batches]
 
 
 def test_unpacked_documents_count_by_their_trained_tokens():
@@ -510,11 +510,11 @@ def row_losses(documents, **settings):
     num_tokens = len(documents[0]["input_ids"])
     logits = torch.randn(len(documents), num_tokens + 2, 40, generator=torch.Generator().manual_seed(0))
 
-    def run(input_ids):
+    def run_model(input_ids):
         assert input_ids.tolist() == [document["input_ids"].tolist() for document in documents]
         return SimpleNamespace(logits=logits)
 
-    step._unwrapped_model = run
+    step._unwrapped_model = run_model
     step._probe.make_row = lambda tokens: {"input_ids": tokens.reshape(-1, num_tokens)}
     labels = torch.from_numpy(np.stack([document["labels"] for document in documents]))[:, 1:]
     return logits[:, : num_tokens - 1], labels, step._row_losses(documents)
@@ -546,15 +546,15 @@ def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one():
     step = ScriptedFirstStep()
     step._objective.fused_head_is_exact = False
     step._probe.make_row = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
-    seen = []
+    rows = []
 
-    def run(**row):
-        seen.append(row)
+    def run_model(**row):
+        rows.append(row)
         return SimpleNamespace(log_probs=torch.arange(22.0).view(2, 11))
 
-    step._unwrapped_model = run
+    step._unwrapped_model = run_model
     assert step._row_losses(DOCUMENTS[:2]).tolist() == [-sum(range(11)), -sum(range(11, 22))]
-    (row,) = seen
+    (row,) = rows
     assert row["fused_lm_head"] is True
     expected = [[-100, *document["labels"][1:].tolist(), -100, -100] for document in DOCUMENTS[:2]]
     assert row["labels"].tolist() == expected
@@ -579,15 +579,15 @@ def batch_of(*lengths):
 
 def compare_longer(step, *batches):
     """Compare, and return the lengths of the documents that ran alone."""
-    seen = []
+    lengths = []
     alone = step._probe.alone
-    step._probe.alone = lambda ids: seen.append(len(ids)) or alone(ids)
+    step._probe.alone = lambda ids: lengths.append(len(ids)) or alone(ids)
     step.compare_longer([*batches])
-    return seen
+    return lengths
 
 
 @pytest.mark.parametrize(
-    "lengths, longest, max_length, seen",
+    "lengths, longest, max_length, compared_lengths",
     [
         ((40, 63), 32, 512, []),
         ((40, 64), 32, 512, [64]),
@@ -598,12 +598,12 @@ def compare_longer(step, *batches):
         ((64, 40), 33, 512, []),
     ],
 )
-def test_a_document_is_compared_from_twice_the_longest_on(lengths, longest, max_length, seen):
+def test_a_document_is_compared_from_twice_the_longest_on(lengths, longest, max_length, compared_lengths):
     step = ScriptedFirstStep(longest_compared=longest)
     step._trainer.args.max_length = max_length
-    assert compare_longer(step, batch_of(*lengths)) == seen
-    assert step.longest_compared == (64 if seen else longest)
-    if seen:
+    assert compare_longer(step, batch_of(*lengths)) == compared_lengths
+    assert step.longest_compared == (64 if compared_lengths else longest)
+    if compared_lengths:
         assert step._probe.packs == [[8, 64]]
 
 
@@ -697,11 +697,11 @@ def test_gradients_of_ranks_are_added_where_the_trainer_has_not(num_ranks, copie
     if scale is not None:
         step._trainer.accelerator.scaler = SimpleNamespace(get_scale=lambda: scale)
     assert step._run_backward(parameter.sum()) == 3
-    found = step._gradient_products(is_reduced=is_reduced)
+    products = step._gradient_products(is_reduced=is_reduced)
     expected = module.gradient_products([parameter]) / (scale or 1) * factor
-    assert torch.allclose(found, expected)
+    assert torch.allclose(products, expected)
     parameter.grad = torch.ones(3)
-    assert torch.allclose(module.gradient_products([parameter]) * factor, found), "the scale of a loss is taken out"
+    assert torch.allclose(module.gradient_products([parameter]) * factor, products), "the scale of a loss is taken out"
 
 
 def test_without_gradients_nothing_runs_backward():
@@ -761,8 +761,8 @@ def test_the_document_that_differs_is_named():
     step._train_packed = train_packed
     step._train_unpacked = train_unpacked
     packs = [RankShare(documents), RankShare([document_of(9)])]
-    found = FirstStep._describe_difference(step, packs, gradients_of(), gradients_of(), limits=[0.25, 0.25])
-    assert found == (
+    description = FirstStep._describe_difference(step, packs, gradients_of(), gradients_of(), limits=[0.25, 0.25])
+    assert description == (
         "document 1 of 2 (3 trained tokens) has the loss 1.5 in the pack, 1 alone, and gradients that differ by 1.0e+00"
     )
 
@@ -779,7 +779,7 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
         document_of(6, 0),
         document_of(8) | {module.WEIGHTS: 0.0},
     ]
-    monkeypatch.setattr(module, "choose_documents", lambda found: found)
+    monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep()
     step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(degree, degree - 1)))
     packs = FirstStep._choose_packs(step)
@@ -790,8 +790,8 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
 @pytest.mark.parametrize("waits, num_chosen", [(False, 3), (True, 1)])
 def test_documents_are_chosen_for_all_ranks_only_where_ranks_wait(monkeypatch, waits, num_chosen):
     documents = [document_of(7), document_of(5), document_of(9)]
-    monkeypatch.setattr(module, "choose_documents", lambda found: found)
+    monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep(_has_collectives=waits)
     step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(1, 0)))
-    step._data.reading.select_alike_on_ranks = lambda found, sum_over_ranks: found[:1]
+    step._data.reading.select_alike_on_ranks = lambda documents_found, sum_over_ranks: documents_found[:1]
     assert len(FirstStep._choose_packs(step)[0]) == num_chosen

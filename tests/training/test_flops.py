@@ -44,9 +44,9 @@ def test_backward_costs_what_torch_counts(lora):
 def test_tensors_cost_what_arrays_do():
     costs = CostModel(10.0, 2.0, ((3, 5.0),), ((4, 7.0),))
     lengths = np.array([0, 1, 3, 4, 5, 9, 100])
-    found = costs(torch.tensor(lengths, dtype=torch.float64))
-    assert found.tolist() == costs(lengths).tolist()
-    assert found[0] == 0
+    flops = costs(torch.tensor(lengths, dtype=torch.float64))
+    assert flops.tolist() == costs(lengths).tolist()
+    assert flops[0] == 0
 
 
 def test_a_pack_costs_the_sum_of_its_documents_and_less_than_one_sequence():

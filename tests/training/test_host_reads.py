@@ -50,10 +50,10 @@ def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_pat
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     with StrictVarlen() as kernels:
-        places, total, run = reads(tmp_path, SFTTrainer, **OURS[name])
+        places, total, trainer = reads(tmp_path, SFTTrainer, **OURS[name])
     assert len(kernels.backwards) >= 7 * 2
-    assert not run.packed_model.is_unpacked
-    assert not run.packed_model.repaired
+    assert not trainer.packed_model.is_unpacked
+    assert not trainer.packed_model.repaired
     assert set(places) <= {OF_TRANSFORMERS}, places
     of_stock, total_of_stock = stock
     assert total == 1 < total_of_stock

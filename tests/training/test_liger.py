@@ -72,11 +72,11 @@ def test_the_triton_kernels_train_packs_as_unpacked(model_type):
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed: `tools/kernels.sh` has an environment with them")
     command = [sys.executable, Path(__file__).parents[1] / "on_liger.py", model_type]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert found["isolated"]
-    assert found["equal"]
-    assert not found["repaired"]
-    assert found["kernels"]
-    assert found["error"] < 2e-6 < found["change"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["isolated"]
+    assert facts["equal"]
+    assert not facts["repaired"]
+    assert facts["kernels"]
+    assert facts["error"] < 2e-6 < facts["change"]

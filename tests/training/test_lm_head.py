@@ -63,8 +63,8 @@ def test_scores_and_gradients_are_those_of_full_logits(model_type, chunk, monkey
     scores = model(ids, labels=labels, fused_lm_head=True)
     assert isinstance(scores, TokenScores)
     assert not hasattr(scores, "logits")
-    for found, right in zip((scores.log_probs, scores.entropy), expected, strict=False):
-        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    for score, right in zip((scores.log_probs, scores.entropy), expected, strict=False):
+        torch.testing.assert_close(score, right, atol=1e-5, rtol=1e-5)
     assert torch.equal(scores.is_top1, expected[2])
     assert torch.equal(scores.label_mask, labels[:, 1:] != -100)
     scores.log_probs.sum().backward()

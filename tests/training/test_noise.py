@@ -37,8 +37,8 @@ def check_amplitude(noise: torch.Tensor, length: int) -> None:
     The root mean square of n values is known to 0.447/sqrt(n).
     """
     amplitude = ALPHA / (length * noise.shape[-1]) ** 0.5
-    found = noise.square().mean().sqrt() * 3**0.5 / amplitude
-    assert found == pytest.approx(1, abs=5 * 0.447 / noise.numel() ** 0.5)
+    amplitude_ratio = noise.square().mean().sqrt() * 3**0.5 / amplitude
+    assert amplitude_ratio == pytest.approx(1, abs=5 * 0.447 / noise.numel() ** 0.5)
     assert noise.abs().max() <= amplitude * 1.001
 
 
@@ -58,16 +58,18 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
     settings = {"neftune_noise_alpha": ALPHA, "per_device_train_batch_size": 6} | CASES[name]
     if settings.get("model") == LEAKING:
         settings["model"] = leaking_example().model_type
-    run = vision.make(tmp_path, **settings) if "family" in settings else build_trainer(tmp_path, texts(12), **settings)
-    (batch,), num_items = first_step(run)
-    run.packed_model.prove(run.model)
-    assert run.packed_model.is_unpacked is ("on_leak" in settings)
-    run.model.train()
+    trainer = (
+        vision.make(tmp_path, **settings) if "family" in settings else build_trainer(tmp_path, texts(12), **settings)
+    )
+    (batch,), num_items = first_step(trainer)
+    trainer.packed_model.prove(trainer.model)
+    assert trainer.packed_model.is_unpacked is ("on_leak" in settings)
+    trainer.model.train()
     lengths = [n for n in batch["cu_seq_lens_q"].diff().tolist() if n]
     documents = batch["input_ids"][0, : sum(lengths)].split(lengths)
     assert len(set(lengths)) > 3
     assert lengths != sorted(lengths, reverse=True)
-    found = {place: [] for place in range(len(lengths))}
+    noise_of_document = {place: [] for place in range(len(lengths))}
 
     def note(module, args, output):  # behind the noise, which a hook adds, too
         (ids,), noise = args, output - module.forward(*args)
@@ -78,18 +80,18 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
         else:
             rows = ((place_of(row), each) for row, each in zip(ids, noise, strict=True))
         for place, each in rows:
-            found[place].append(each[: lengths[place]])
+            noise_of_document[place].append(each[: lengths[place]])
 
     def place_of(row):
         """Return the place of the longest document that a row begins with."""
         alike = [i for i, tokens in enumerate(documents) if torch.equal(row[: len(tokens)], tokens)]
         return max(alike, key=lambda i: lengths[i])
 
-    run.model.get_input_embeddings().register_forward_hook(note)
+    trainer.model.get_input_embeddings().register_forward_hook(note)
     with torch.no_grad():
         for _ in range(20):
-            run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
-    for place, noise in found.items():
+            trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items)
+    for place, noise in noise_of_document.items():
         assert len(noise) == 20
         check_amplitude(torch.stack(noise), lengths[place])
 
@@ -106,7 +108,7 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
     model = build_tiny_model("llama").train()
     whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
     noise = DocumentNoise(model, ALPHA)
-    seen = []
+    outputs = []
     for index in range(degree):
         batch = cut_part(whole, Group(degree, index), labels_only=has_images)
         own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
@@ -114,9 +116,9 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
         for _ in range(draws):
             noise._push_documents(model, (), batch)
             output = torch.zeros(1, batch["input_ids"].shape[1], size)
-            seen.append(noise._add_noise(model, (), output)[:, own])
+            outputs.append(noise._add_noise(model, (), output)[:, own])
             noise._pop_documents(model, (), None)
-    parts = torch.stack(seen).view(degree, draws, -1, size)
+    parts = torch.stack(outputs).view(degree, draws, -1, size)
     after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks
     torch.manual_seed(0)
     assert [int(torch.randint(2**62, ())) for _ in range(draws + 1)][-1] == int(after)

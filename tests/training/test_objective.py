@@ -37,25 +37,25 @@ def halves(num=24, seed=0):
     return Dataset.from_list(rows)
 
 
-def first_step(run):
+def first_step(trainer):
     """Return the micro-batches of the first optimizer step, and the count that transformers divides by."""
-    run.model.train()
-    if run.args.packing:
-        run.packed_model.attach_packed_attention()
-    accumulation = run.args.gradient_accumulation_steps
-    run.current_gradient_accumulation_steps = accumulation
-    run.state.max_steps = 1  # `train` sets it; after the last step no batch is fetched
-    return run.get_batch_samples(iter(run.get_train_dataloader()), accumulation, run.args.device)
+    trainer.model.train()
+    if trainer.args.packing:
+        trainer.packed_model.attach_packed_attention()
+    accumulation = trainer.args.gradient_accumulation_steps
+    trainer.current_gradient_accumulation_steps = accumulation
+    trainer.state.max_steps = 1  # `train` sets it; after the last step no batch is fetched
+    return trainer.get_batch_samples(iter(trainer.get_train_dataloader()), accumulation, trainer.args.device)
 
 
-def gradients(run, compute_loss, batches, num_items):
-    run.model.zero_grad()
+def gradients(trainer, compute_loss, batches, num_items):
+    trainer.model.zero_grad()
     losses = []
     for batch in batches:
         torch.manual_seed(0)
-        losses.append(compute_loss(run.model, dict(batch), num_items_in_batch=num_items))
+        losses.append(compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items))
         losses[-1].backward()
-    return torch.stack(losses).detach(), torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    return torch.stack(losses).detach(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
 
 
 # With token weights: TRL's, to the bit
@@ -102,11 +102,11 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
 def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
     """TRL leaves it out in silence, so the reference is its gradient alone."""
     settings = {"model": "mixtral", "label_smoothing_factor": 0.1, "max_length": 64} | more
-    found = {}
+    gradients_of_weight = {}
     for weight in (0.0, 0.5):
         trainer = build_trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
         step = first_step(trainer)
-        found[weight] = gradients(trainer, trainer.compute_loss, *step)[1]
+        gradients_of_weight[weight] = gradients(trainer, trainer.compute_loss, *step)[1]
     batch = {name: value for name, value in step[0][0].items() if name != "labels"}
     trainer.model.zero_grad()
     routed = trainer.model(**batch, output_router_logits=True).router_logits
@@ -115,8 +115,8 @@ def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
     added = torch.cat(
         [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in trainer.model.parameters()]
     )
-    assert added.norm() > 0.01 * found[0.0].norm()
-    assert (found[0.5] - found[0.0] - added).norm() < 1e-4 * added.norm()
+    assert added.norm() > 0.01 * gradients_of_weight[0.0].norm()
+    assert (gradients_of_weight[0.5] - gradients_of_weight[0.0] - added).norm() < 1e-4 * added.norm()
 
 
 @pytest.mark.parametrize("weight", [0.5, None])
@@ -200,40 +200,40 @@ def experts(tmp_path, data, **settings):
     return build_trainer(tmp_path, data, model="mixtral", router_aux_loss_coef=1.0, **settings)
 
 
-def statistic(run, batch):
+def statistic(trainer, batch):
     """Return TRL's statistic on the documents of a batch alone."""
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     keep = torch.cat([(part != -100).any().expand(len(part)) for part in batch["labels"][0].split(lengths)])
-    run.model.train()
+    trainer.model.train()
     with torch.no_grad():
-        found = run.model(**{k: v for k, v in batch.items() if k != "labels"}, output_router_logits=True)
-    return load_balancing_loss_func(tuple(layer[keep] for layer in found.router_logits), 4, 2).item()
+        outputs = trainer.model(**{k: v for k, v in batch.items() if k != "labels"}, output_router_logits=True)
+    return load_balancing_loss_func(tuple(layer[keep] for layer in outputs.router_logits), 4, 2).item()
 
 
 @pytest.mark.parametrize("padding", [{}, {"pad_to_multiple_of": 64}, {"pad_documents_to_multiple_of": 16}], ids=str)
 def test_padding_and_empty_micro_batches_add_nothing_to_the_router_statistic(padding, tmp_path):
-    run = experts(tmp_path, halves(3), gradient_accumulation_steps=5, **padding)
-    batches, num_items = first_step(run)
+    trainer = experts(tmp_path, halves(3), gradient_accumulation_steps=5, **padding)
+    batches, num_items = first_step(trainer)
     filled = [batch for batch in batches if (batch["labels"] != -100).any()]
     assert len(batches) == 5
     assert len(filled) == 3
     assert not padding or all((batch["input_ids"][0, -4:] == 0).all() for batch in filled), "no padding"
-    losses, gradient = gradients(run, run.compute_loss, batches, num_items)
-    nll = sum(-run.model(**batch, fused_lm_head=True).log_probs.sum().item() for batch in filled) / num_items.item()
-    expected = nll + np.mean([statistic(run, batch) for batch in filled])
+    losses, gradient = gradients(trainer, trainer.compute_loss, batches, num_items)
+    nll = sum(-trainer.model(**batch, fused_lm_head=True).log_probs.sum().item() for batch in filled) / num_items.item()
+    expected = nll + np.mean([statistic(trainer, batch) for batch in filled])
     assert losses.sum().item() == pytest.approx(expected, rel=1e-5)
     assert gradient.isfinite().all()
     assert [loss for loss, batch in zip(losses, batches, strict=True) if not (batch["labels"] != -100).any()] == [0, 0]
-    run.train()
-    assert run.state.log_history[-2]["aux_loss"] == pytest.approx(expected - nll, rel=1e-4)
+    trainer.train()
+    assert trainer.state.log_history[-2]["aux_loss"] == pytest.approx(expected - nll, rel=1e-4)
 
 
 def test_padding_adds_nothing_to_the_router_statistic_of_an_evaluation(tmp_path):
-    found = [
+    losses = [
         experts(tmp_path, halves(3), eval_packing=True, **padding).evaluate(halves(3))["eval_aux_loss"]
         for padding in ({}, {"pad_to_multiple_of": 64}, {"pad_documents_to_multiple_of": 16})
     ]
-    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
 # What is logged
@@ -248,18 +248,18 @@ def lengths_of(batch):
     return [length for length, labels in pairs if (labels != -100).any()]
 
 
-def recorded(run):
+def recorded(trainer):
     """Notes every micro-batch that is trained."""
-    seen = []
-    fetch = run.get_batch_samples
+    batches_seen = []
+    fetch = trainer.get_batch_samples
 
     def noting(*args):
         batches, num_items = fetch(*args)
-        seen.extend(map(dict, batches))
+        batches_seen.extend(map(dict, batches))
         return batches, num_items
 
-    run.get_batch_samples = noting
-    return seen
+    trainer.get_batch_samples = noting
+    return batches_seen
 
 
 FILLED = {"packing_strategy": "minibatch", "pad_to_multiple_of": 64}
@@ -271,14 +271,14 @@ def test_what_is_logged_is_right(settings, tmp_path):
     logs = {"logging_steps": 2, "include_num_input_tokens_seen": "non_padding", "peak_tflops": 0.5}
     saves = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     trainer = build_trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
-    seen = recorded(trainer)
+    batches_seen = recorded(trainer)
     trainer.train()
     num_tokens = 0
     at = 0
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == trainer.state.global_step // 2 > 1
     for entry in logs:
-        window = seen[at : at + 6]
+        window = batches_seen[at : at + 6]
         at = at + 6
         lengths = [n for batch in window for n in lengths_of(batch)]
         tokens = sum(lengths)
@@ -313,9 +313,9 @@ class OwnLabels:
 def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_path):
     of_trl = {"config_class": trl.SFTConfig, "packing": False}
     logs = []
-    for kind, given in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
+    for kind, config_of_kind in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
         subclass = type("Own", (OwnLabels, kind), {})
-        trainer = build_trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
+        trainer = build_trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **config_of_kind)
         trainer.train()
         logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
     assert len(logs[0]) == 3
@@ -340,17 +340,17 @@ def test_the_last_line_is_of_the_whole_training(tmp_path):
     rows = halves().add_column("source", [f"s{i % 2}" for i in range(24)])
     settings = {"logging_steps": 4, "max_steps": 5, "gradient_accumulation_steps": 2, "source_column": "source"}
     trainer = build_trainer(tmp_path, rows, learning_rate=0.0, **settings)
-    seen = recorded(trainer)
+    batches_seen = recorded(trainer)
     metrics = trainer.train().metrics
     (window,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    lengths = [length for batch in seen for length in lengths_of(batch)]
-    trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in seen)
+    lengths = [length for batch in batches_seen for length in lengths_of(batch)]
+    trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches_seen)
     assert metrics["trained_tokens"] == trained
     assert trained > window["trained_tokens"]
     assert metrics["documents_per_step"] == pytest.approx(len(lengths) / 5, abs=0.01)
     assert metrics["trained_tokens/s0"] + metrics["trained_tokens/s1"] == trained
     seconds = sum(lengths) / metrics["tokens_per_second"]
-    of_window = sum(length for batch in seen[:8] for length in lengths_of(batch)) / window["tokens_per_second"]
+    of_window = sum(length for batch in batches_seen[:8] for length in lengths_of(batch)) / window["tokens_per_second"]
     assert of_window < seconds < metrics["train_runtime"]
     assert trainer.state.log_history[-1]["tokens_per_second"] == metrics["tokens_per_second"]
 
@@ -377,12 +377,14 @@ def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
     trainer = build_trainer(
         tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1
     )
-    seen = recorded(trainer)
+    batches_seen = recorded(trainer)
     at_checkpoint = []
 
     class Save(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            at_checkpoint.append((trainer._total_train_tokens, sum(batch["input_ids"].numel() for batch in seen)))
+            at_checkpoint.append(
+                (trainer._total_train_tokens, sum(batch["input_ids"].numel() for batch in batches_seen))
+            )
 
     trainer.add_callback(Save())
     trainer.train()

@@ -81,21 +81,21 @@ def rounding() -> tuple[float, float]:
     return max(difference(*pair) for pair in pairs), max(of_logs)
 
 
-def difference(found: dict, expected: dict) -> float:
-    return weight_difference(found["end"], expected["end"], expected["start"], least_change=0.1)
+def difference(result: dict, expected: dict) -> float:
+    return weight_difference(result["end"], expected["end"], expected["start"], least_change=0.1)
 
 
 def logged(result: dict, name: str) -> list:
     return [entry.get(name) for entry in result["logged"]]
 
 
-def check_logs(row: Row, found: dict, expected: dict) -> None:
+def check_logs(row: Row, result: dict, expected: dict) -> None:
     names = {name for entry in expected["logged"] for name in entry if name in LOGGED or "/" in name}
     assert {"loss", "entropy", "num_tokens"} <= names
     assert ("aux_loss" in names) is bool(row.given.get("router_aux_loss_coef"))
     assert ("loss/a" in names) is ("source_column" in row.given)
     for name in names:
-        ours = logged(found, name)
+        ours = logged(result, name)
         theirs = logged(expected, name)
         if name.split("/")[0] in EXACT:
             assert ours == pytest.approx(theirs, rel=1e-6), name  # floats of TRL's that are gathered
@@ -104,18 +104,18 @@ def check_logs(row: Row, found: dict, expected: dict) -> None:
     if row.evaluates:
         losses = {name: value for name, value in expected["eval"].items() if "loss" in name}
         assert losses
-        assert {name: found["eval"][name] for name in losses} == pytest.approx(losses, rel=2e-6)
+        assert {name: result["eval"][name] for name in losses} == pytest.approx(losses, rel=2e-6)
 
 
 @pytest.mark.parametrize("engine, name", PAIRS)
 def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
     runs_here(engine)
     row = ROWS[name]
-    found = launch[engine, name]
+    result = launch[engine, name]
     expected = reference(name)
     limit = tolerance(rounding()[0]) if row.dtype is torch.float32 else 1e-12
-    assert difference(found, expected) <= limit
-    check_logs(row, found, expected)
+    assert difference(result, expected) <= limit
+    check_logs(row, result, expected)
 
 
 @pytest.mark.parametrize("engine, name", PAIRS)
@@ -123,39 +123,39 @@ def test_ranks_train_as_the_row_says(launch, engine, name):
     """Check the engine, the proof on the model as it wraps it, and that packs were shared, repaired or recomputed."""
     runs_here(engine)
     row = ROWS[name]
-    found = launch[engine, name]
+    result = launch[engine, name]
     if row.code:
-        assert found["report"]["first_step"].startswith("not compared with unpacked training: `compute_loss_func`")
-    elif found["report"]:  # packed
+        assert result["report"]["first_step"].startswith("not compared with unpacked training: `compute_loss_func`")
+    elif result["report"]:  # packed
         compares = engine in ("ddp", "ddp4", "fsdp2", "ep_fsdp")
         gradients = r"\de-\d\d \([a-z ]+ \de-\d\d\) over \d+" if compares else "are held by the engine"
-        assert re.match(r"loss .*; gradients " + gradients, found["report"]["first_step"])
+        assert re.match(r"loss .*; gradients " + gradients, result["report"]["first_step"])
     if engine in DIVIDING:
-        assert found["divided"] > 0
+        assert result["divided"] > 0
     else:
-        assert found["engine"] == ENGINES[engine]
-    degrees = {degree for degree, *_ in found["seen"]}
-    assert len(found["seen"]) == NUM_STEPS * row.micro_batches
+        assert result["engine"] == ENGINES[engine]
+    degrees = {degree for degree, *_ in result["seen"]}
+    assert len(result["seen"]) == NUM_STEPS * row.micro_batches
     if row.shares:
         assert max(degrees) == (2 if name == "parts_stream_shards" else ranks_of(engine))
-        assert max(found["proved"], default=0) == (max(degrees) if row.proves else 0)
+        assert max(result["proved"], default=0) == (max(degrees) if row.proves else 0)
     else:
         assert degrees == {1}
-    isolated, equal, attention = found["proof"] or (True, True, None)
+    isolated, equal, attention = result["proof"] or (True, True, None)
     assert isolated
     assert equal
-    assert (found["proof"] is None) is (row.ours.get("packing") is False)
+    assert (result["proof"] is None) is (row.ours.get("packing") is False)
     assert attention in (None, "packfix_varlen") or row.model in ("leaking", "mamba")
-    assert (found["offloaded"] > 2 * NUM_STEPS) is (row.model == "yarn")
+    assert (result["offloaded"] > 2 * NUM_STEPS) is (row.model == "yarn")
     if "share_prefixes" in row.ours:
-        assert sum(logged(found, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
+        assert sum(logged(result, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
     if "pad_documents_to_multiple_of" in row.ours:
-        assert len(found["shapes"]) == len(degrees), "parts of constant shapes have one shape for each degree"
+        assert len(result["shapes"]) == len(degrees), "parts of constant shapes have one shape for each degree"
     if name == "images":
-        assert any(len(set(has)) == 2 for has in zip(*found["with_images"], strict=True)) or engine != "ddp"
+        assert any(len(set(has)) == 2 for has in zip(*result["with_images"], strict=True)) or engine != "ddp"
     if name == "parts_llava":  # each image once; a rank without one computes one more, so that all call the tower
         images = NUM_STEPS * sum(map(len, row.documents()["images"]))
-        assert images <= found["tiles"] < 1.5 * images
+        assert images <= result["tiles"] < 1.5 * images
 
 
 @needs("prefixes")
@@ -171,10 +171,10 @@ def test_the_table_mixes_degrees_and_leaves_ranks_without_documents(launch):
 def test_faults_in_gradients_are_found_under_engines(launch, engine, name):
     """The proof on the wrapped model must find a fault that moves no state, and must leave the engine as it was."""
     runs_here(engine)
-    found = launch[engine, name]["verdicts"]
-    assert found.pop("changed") == []
-    assert found.pop(None) == (0.0, True)
-    ((gradient, states_pass),) = found.values()
+    verdicts = launch[engine, name]["verdicts"]
+    assert verdicts.pop("changed") == []
+    assert verdicts.pop(None) == (0.0, True)
+    ((gradient, states_pass),) = verdicts.values()
     assert gradient > 1e-4
     assert states_pass
 
@@ -182,14 +182,14 @@ def test_faults_in_gradients_are_found_under_engines(launch, engine, name):
 @pytest.mark.faults
 @pytest.mark.parametrize("engine, name, fault", FAULTS)
 def test_the_table_sees_faults(planted, engine, name, fault):
-    found = planted[engine, f"{name}-{fault}"]
+    result = planted[engine, f"{name}-{fault}"]
     expected = reference(name)
     if fault in ("counted_twice", "totals_of_one_rank"):
-        assert logged(found, "num_tokens") != pytest.approx(logged(expected, "num_tokens"), rel=0.1)
+        assert logged(result, "num_tokens") != pytest.approx(logged(expected, "num_tokens"), rel=0.1)
     elif fault == "sources_as_met":  # they are in the log only
-        assert logged(found, "trained_tokens/a") != logged(expected, "trained_tokens/a")
+        assert logged(result, "trained_tokens/a") != logged(expected, "trained_tokens/a")
     else:
-        assert difference(found, expected) > 1e-4 > tolerance(1.0)
+        assert difference(result, expected) > 1e-4 > tolerance(1.0)
 
 
 def test_an_error_of_one_in_ten_thousand_is_seen():
@@ -212,9 +212,9 @@ def test_faults_of_the_exchange_are_seen(launch, fault):
 
 
 def test_a_compiled_exchange_is_the_exchange(launch):
-    found = launch["ddp4", "attention"]
-    assert found["graphs"] > 0, "nothing was compiled"
-    assert max(found["compiled"].values()) < 1e-13, found["compiled"]
+    result = launch["ddp4", "attention"]
+    assert result["graphs"] > 0, "nothing was compiled"
+    assert max(result["compiled"].values()) < 1e-13, result["compiled"]
 
 
 def test_groups_are_aligned_neighbours(launch):
@@ -246,10 +246,10 @@ def test_right_models_pass_on_parts_of_packs(launch):
 
 
 def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
-    found = launch["ddp4", "proofs"][0]
-    assert found["shift", 1][0]
-    assert found["shift", 2][::2] == (False, ["TokenShift"])
-    assert found["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
+    result = launch["ddp4", "proofs"][0]
+    assert result["shift", 1][0]
+    assert result["shift", 2][::2] == (False, ["TokenShift"])
+    assert result["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
 
 
 @pytest.mark.faults
@@ -272,8 +272,8 @@ def test_the_proof_on_parts_finds_faults_and_places_them(planted):
 @needs("hybrids")
 def test_the_proof_on_parts_finds_faults_of_mixers(planted):
     """Halos that send no gradient back move no state: only the gradient of a document shows the fault."""
-    found = planted["ddp", "faults_of_mixers"]
-    assert len(found) == sum(map(len, OF_HYBRIDS.PLANTED_IN_MIXERS.values()))
-    for (kind, fault), (is_right, said) in found.items():
+    verdicts = planted["ddp", "faults_of_mixers"]
+    assert len(verdicts) == sum(map(len, OF_HYBRIDS.PLANTED_IN_MIXERS.values()))
+    for (kind, fault), (is_right, said) in verdicts.items():
         assert not is_right, (kind, fault)
         assert fault != "no_gradient" or "gradients of documents are not what they are alone" in said

@@ -109,9 +109,9 @@ def test_a_model_on_several_devices_is_refused(second, tiny_model):
     model = tiny_model("llama")
     model.hf_device_map = None if second is None else {"model.embed_tokens": 0, "model.layers": 0, "lm_head": second}
     message = r"(?i)a `device_map` with 2 devices.*boundaries of a pack are on one device.*Launch one process per GPU"
-    for given in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
+    for base_model in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
         with nullcontext() if second in (0, "cpu", None) else pytest.raises(ValueError, match=message):
-            refuse_conflicts(RunSettings(args=ARGS, model=given))
+            refuse_conflicts(RunSettings(args=ARGS, model=base_model))
 
 
 WAITS = {

@@ -58,11 +58,11 @@ def run_of(folder, kind, form, make=build_trainer, eval_dataset=None, **settings
     return make(folder, FORMS[form], trainer_kwargs=arguments | {"eval_dataset": eval_dataset}, **settings)
 
 
-def trained(run):
+def trained(trainer):
     """Train, and return the weights before and after, and the loss."""
-    start = weights(run)
-    loss = run.train().training_loss
-    return start, weights(run), loss
+    start = weights(trainer)
+    loss = trainer.train().training_loss
+    return start, weights(trainer), loss
 
 
 @pytest.mark.slow

@@ -32,9 +32,9 @@ def folder(tmp_path):
 
 def start(folder, model="llama", peft_config=None, **settings):
     """Start on the same table, and return the trainer and how many models it has proved."""
-    given = {"max_length": 256, "max_steps": 1, "bf16": False, "seed": 3} | settings
+    options = {"max_length": 256, "max_steps": 1, "bf16": False, "seed": 3} | settings
     args = SFTConfig(
-        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **given
+        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **options
     )
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
     own = {"processing_class": build_tokenizer(), "peft_config": peft_config}
@@ -325,7 +325,7 @@ def test_a_class_of_the_main_program_needs_no_file(tmp_path, monkeypatch):
 def test_ranks_prove_unless_all_of_them_remember(tmp_path):
     """On nodes with disks of their own; else one rank would wait in a forward that the other leaves out."""
 
-    def run():
+    def load_rows_on_rank():
         own = tmp_path / os.environ["RANK"]
         rows().save_to_disk(own / "data")
         proofs = [start(own)[1], start(own)[1]]
@@ -333,4 +333,4 @@ def test_ranks_prove_unless_all_of_them_remember(tmp_path):
             next((own / "data").glob("*proof*")).unlink()
         assert [*proofs, start(own)[1]] == [1, 0, 1]
 
-    assert fork_ranks(2, run)
+    assert fork_ranks(2, load_rows_on_rank)

@@ -12,22 +12,22 @@ pytestmark = pytest.mark.slow
 ROWS = texts(40)
 
 
-def with_documents(run):
+def with_documents(trainer):
     """Collects what each `train()` is given: sorted tokens of every document."""
     documents = []
-    fetch = run.get_batch_samples
+    fetch = trainer.get_batch_samples
 
     def noting(*args):
         batches, num_items = fetch(*args)
         for inputs in batches:
-            if run.args.packing:
+            if trainer.args.packing:
                 documents.extend(tokens for tokens, _ in documents_of(inputs))
             else:
                 rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
                 documents.extend(tokens[mask].tolist() for tokens, mask in rows)
         return batches, num_items
 
-    run.get_batch_samples = noting
+    trainer.get_batch_samples = noting
     return documents
 
 
@@ -96,11 +96,11 @@ def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
 
 def test_an_ignored_mask_of_new_rows_is_ignored(tmp_path):
     masked = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 6, "completion_mask": [[0, 0, 0, 1]] * 6})
-    run, fresh = (build_trainer(tmp_path, each) for each in (ROWS, masked))
-    run.train_dataset = masked
-    for each in (run, fresh):
+    trainer, fresh = (build_trainer(tmp_path, each) for each in (ROWS, masked))
+    trainer.train_dataset = masked
+    for each in (trainer, fresh):
         each.get_train_dataloader()
-    assert run.packing_report.num_trained_tokens == fresh.packing_report.num_trained_tokens == 18
+    assert trainer.packing_report.num_trained_tokens == fresh.packing_report.num_trained_tokens == 18
 
 
 def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
@@ -132,21 +132,27 @@ def test_streams_follow_each_other(tmp_path):
 
 
 REFUSED = {
-    "raw": (lambda run: ROWS, r"was set to rows with the columns \['text'\], without `input_ids`.*not again.*select"),
-    "stream": (lambda run: run.train_dataset.to_iterable_dataset(), "set to an `IterableDataset`.* with a `Dataset`"),
-    "none": (lambda run: None, "set to NoneType, and the trainer was constructed with a `Dataset`.*Construct"),
-    "empty": (lambda run: run.train_dataset.select([]), "The train dataset has 0 rows"),
-    "ids": (lambda run: Dataset.from_dict({"input_ids": [[5, 10**6]]}), "has token ids from 5 to 1000000"),
+    "raw": (
+        lambda trainer: ROWS,
+        r"was set to rows with the columns \['text'\], without `input_ids`.*not again.*select",
+    ),
+    "stream": (
+        lambda trainer: trainer.train_dataset.to_iterable_dataset(),
+        "set to an `IterableDataset`.* with a `Dataset`",
+    ),
+    "none": (lambda trainer: None, "set to NoneType, and the trainer was constructed with a `Dataset`.*Construct"),
+    "empty": (lambda trainer: trainer.train_dataset.select([]), "The train dataset has 0 rows"),
+    "ids": (lambda trainer: Dataset.from_dict({"input_ids": [[5, 10**6]]}), "has token ids from 5 to 1000000"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_rows_that_cannot_be_trained_are_refused(case, tmp_path):
-    run, (other, message) = build_trainer(tmp_path, ROWS), REFUSED[case]
-    run.train_dataset = other(run)
+    trainer, (other, message) = build_trainer(tmp_path, ROWS), REFUSED[case]
+    trainer.train_dataset = other(trainer)
     for _ in range(2):  # each time
         with pytest.raises(ValueError, match=message):
-            run.train()
+            trainer.train()
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -30,7 +30,7 @@ def saved(folder, dataset=None, save_steps=5, **settings):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def trainer(tmp_path_factory):
     run = saved(tmp_path_factory.mktemp("restart"), include_num_input_tokens_seen="all")
     per_epoch = run.state.max_steps // 3
     assert per_epoch < 10 < 2 * per_epoch, "checkpoint-10 is not in the middle of epoch two"
@@ -38,9 +38,9 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(run, tmp_path) -> Path:
+def folder(trainer, tmp_path) -> Path:
     """Return a copy of the run's folder, with the checkpoints 5, 10 and 15, that a test may damage."""
-    shutil.copytree(run.args.output_dir, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-2*"))
+    shutil.copytree(trainer.args.output_dir, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-2*"))
     return tmp_path / "run"
 
 
@@ -53,32 +53,32 @@ def resume(folder, checkpoint, dataset=None, trainer_kwargs=None, **settings):
 # What continues
 
 
-def logged(run, name):
-    return {entry["step"]: entry[name] for entry in run.state.log_history if name in entry}
+def logged(trainer, name):
+    return {entry["step"]: entry[name] for entry in trainer.state.log_history if name in entry}
 
 
-def test_token_counts_continue(run, folder):
+def test_token_counts_continue(trainer, folder):
     again = resume(folder, "checkpoint-10", include_num_input_tokens_seen="all")
-    assert torch.equal(weights(again), weights(run))
+    assert torch.equal(weights(again), weights(trainer))
     for name in ("num_tokens", "num_input_tokens_seen"):
-        whole = logged(run, name)
+        whole = logged(trainer, name)
         resumed = logged(again, name)
         assert resumed == whole
         assert whole[11] > whole[10] > 0
     state = json.loads((folder / "checkpoint-10" / STATE_FILE).read_text())
-    assert state["num_tokens"] == logged(run, "num_tokens")[10]
+    assert state["num_tokens"] == logged(trainer, "num_tokens")[10]
 
 
-def test_more_epochs_may_be_trained(run, folder):
+def test_more_epochs_may_be_trained(trainer, folder):
     again = resume(folder, "checkpoint-10", num_train_epochs=4)
-    assert again.state.global_step == again.state.max_steps == run.state.max_steps // 3 * 4
+    assert again.state.global_step == again.state.max_steps == trainer.state.max_steps // 3 * 4
 
 
-def test_true_means_the_newest_whole_checkpoint(run, folder, caplog):
+def test_true_means_the_newest_whole_checkpoint(trainer, folder, caplog):
     (folder / "checkpoint-15" / "model.safetensors").write_bytes(b"half")
     again = resume(folder, True)
     assert again.restart.resumed[0] == str(folder / "checkpoint-10")
-    assert torch.equal(weights(again), weights(run))
+    assert torch.equal(weights(again), weights(trainer))
     assert "checkpoint-15 is skipped, because its file `model.safetensors` has 4 bytes of" in caplog.text
 
 
@@ -101,11 +101,11 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     assert "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
-def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, caplog):
+def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(trainer, folder, caplog):
     again = resume(folder, "checkpoint-10", gradient_accumulation_steps=1, include_num_input_tokens_seen="all")
     planner = again.data.source.planner
     total = again.state.max_steps
-    before = run.state.max_steps // 3
+    before = trainer.state.max_steps // 3
     epochs, rates, tokens = (logged(again, name) for name in ("epoch", "learning_rate", "num_tokens"))
     assert planner.num_steps > before
     assert planner.steps_of(1) > before
@@ -116,7 +116,7 @@ def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, ca
     assert epochs[total] == 3
     assert rates[total] == pytest.approx(1e-2 / total)
     assert rates[12] == pytest.approx(1e-2 * (1 - 11 / total))
-    assert tokens[total] == logged(run, "num_tokens")[3 * before]  # of three epochs
+    assert tokens[total] == logged(trainer, "num_tokens")[3 * before]  # of three epochs
     said = f"`gradient_accumulation_steps` was 2 and is 1.*{total - 10} of {total} steps remain.*with {3 * before}\\)"
     assert re.search(said, caplog.text)
 
@@ -150,7 +150,7 @@ def test_other_documents_or_batches_are_refused(change, folder):
         assert again.state.global_step == again.state.max_steps
 
 
-def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(run, folder):
+def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(trainer, folder):
     file = folder / "checkpoint-10" / STATE_FILE
     state = json.loads(file.read_text())
     del state["hash"]
@@ -162,7 +162,7 @@ def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(run
         resume(folder, "checkpoint-10")
     del state["settings"][SAMPLE_LABEL]
     file.write_text(json.dumps(state))
-    assert torch.equal(weights(resume(folder, "checkpoint-10")), weights(run))
+    assert torch.equal(weights(resume(folder, "checkpoint-10")), weights(trainer))
 
 
 def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder):
@@ -189,14 +189,19 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
         resume(folder, "checkpoint-10")
 
 
-def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_path):
-    state = json.loads((Path(run.args.output_dir) / "checkpoint-10" / STATE_FILE).read_text())
+def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(trainer, tmp_path):
+    state = json.loads((Path(trainer.args.output_dir) / "checkpoint-10" / STATE_FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    assert continue_planner("checkpoint-10", state, run.data.source.settings, planner=run.data.source.planner) == {}
+    assert (
+        continue_planner("checkpoint-10", state, trainer.data.source.settings, planner=trainer.data.source.planner)
+        == {}
+    )
     config = {}
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-    restarted = restart.Restart(SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator), run.data)
+    restarted = restart.Restart(
+        SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator), trainer.data
+    )
     state |= {"engine": "deepspeed", "world_size": 2}
     with pytest.raises(ValueError, match="on 1 ranks, and `world_size` was 2.*ds_to_universal --input.*or launch 2"):
         restarted._check_shards(str(tmp_path), state)
@@ -292,13 +297,13 @@ def test_blocks_of_a_large_file_are_compared(folder, monkeypatch):
 def test_no_whole_checkpoint(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         cut(checkpoint / "optimizer.pt")
-    for given, said in (
+    for choice, said in (
         (True, "no whole checkpoint.*unset to start anew"),
         (str(folder / "checkpoint-5"), "unset to start anew"),
         (str(folder / "True"), "`resume_from_checkpoint='.*True'` was given, and there is no such folder"),
     ):
         with pytest.raises(ValueError, match=said):
-            choose_checkpoint(given, str(folder))
+            choose_checkpoint(choice, str(folder))
     with pytest.raises(ValueError, match="no whole checkpoint"):
         choose_checkpoint(True, str(folder / "empty"))
 
@@ -354,16 +359,16 @@ def test_a_checkpoint_that_is_written_again_is_whole(folder):
 
 
 def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkeypatch):
-    found = []
+    files_found = []
 
     def look(output_dir, **kwargs):
         newest = max(Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        found.append((newest.name, {file.name for file in newest.iterdir()}))
+        files_found.append((newest.name, {file.name for file in newest.iterdir()}))
 
     monkeypatch.setattr("transformers.trainer.rotate_checkpoints", look)
     saved(tmp_path, max_steps=4, save_steps=2, save_total_limit=1)
-    assert [name for name, _ in found] == ["checkpoint-2", "checkpoint-4"]
-    assert all(files >= {STATE_FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in found)
+    assert [name for name, _ in files_found] == ["checkpoint-2", "checkpoint-4"]
+    assert all(files >= {STATE_FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in files_found)
 
 
 @pytest.mark.parametrize("is_stream, max_steps", [(False, 1), (True, 3)])

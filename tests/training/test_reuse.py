@@ -52,27 +52,29 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
     if Version("1.15") > TRL and model_type == "mamba":
         # TRL cannot train it: its loss in chunks reads what it does not have, and stays on the model
         kinds = [kind for kind in kinds if not kind.startswith("stock")]
-    runs = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
+    trainers = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
     expected = {}
-    for kind, run in zip(kinds, runs, strict=True):
+    for kind, trainer in zip(kinds, trainers, strict=True):
         assert model.config._attn_implementation == own
-        run = run or build(kind, model, tmp_path, **settings)
+        trainer = trainer or build(kind, model, tmp_path, **settings)
         model.load_state_dict(start)
-        run.train()
+        trainer.train()
         if kind not in expected:
             fresh = build(kind, build_tiny_model(model_type), tmp_path, **settings)
             fresh.train()
             expected[kind] = weights(fresh)
-        assert run.model is model, kind
-        assert torch.equal(weights(run), expected[kind]), kind
-        assert not torch.equal(weights(run), torch.cat([start[name].flatten() for name, _ in model.named_parameters()]))
+        assert trainer.model is model, kind
+        assert torch.equal(weights(trainer), expected[kind]), kind
+        assert not torch.equal(
+            weights(trainer), torch.cat([start[name].flatten() for name, _ in model.named_parameters()])
+        )
         if kind == "packed":
-            assert bool(run.packed_model.repaired) is (model_type == "bloom")
-            assert not run.packed_model.is_unpacked
+            assert bool(trainer.packed_model.repaired) is (model_type == "bloom")
+            assert not trainer.packed_model.is_unpacked
             assert not our_hooks(model)
-            run.packed_model.attach_packed_attention()
+            trainer.packed_model.attach_packed_attention()
             assert our_hooks(model), "there is nothing to remove"
-            run.packed_model.restore_own_attention()
+            trainer.packed_model.restore_own_attention()
         checkpoints = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
         assert not any(isinstance(checkpoint, CarryingCheckpoint) for checkpoint in checkpoints)
 
@@ -88,13 +90,13 @@ def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant,
                 enable_checkpointing(model, reentrant)
                 model.enable_input_require_grads()
 
-    runs = [build("packed", build_tiny_model(model_type), tmp_path, max_steps=3) for _ in range(2)]
-    runs[1].add_callback(Enable())
-    for run in runs:
-        run.train()
-    assert is_checkpointing(runs[1].model)
-    assert not is_checkpointing(runs[0].model)
-    torch.testing.assert_close(*map(weights, runs), rtol=1e-5, atol=1e-6)
+    trainers = [build("packed", build_tiny_model(model_type), tmp_path, max_steps=3) for _ in range(2)]
+    trainers[1].add_callback(Enable())
+    for trainer in trainers:
+        trainer.train()
+    assert is_checkpointing(trainers[1].model)
+    assert not is_checkpointing(trainers[0].model)
+    torch.testing.assert_close(*map(weights, trainers), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_set_between_trainers_is_what_the_model_gets_back(tmp_path):
@@ -107,22 +109,22 @@ def test_attention_set_between_trainers_is_what_the_model_gets_back(tmp_path):
         third.evaluate(texts(5))
         assert model.config._attn_implementation == first.packed_model.attention.name
     model.set_attn_implementation("eager")
-    for run in (first, second, third):
-        run.train()
-        assert run.packed_model.attention.previous == model.config._attn_implementation == "eager"
-        assert run.packed_model.attention.name == run.packing_report.isolation.attention == "packfix_varlen"
+    for trainer in (first, second, third):
+        trainer.train()
+        assert trainer.packed_model.attention.previous == model.config._attn_implementation == "eager"
+        assert trainer.packed_model.attention.name == trainer.packing_report.isolation.attention == "packfix_varlen"
 
 
 def test_a_run_that_fails_gives_the_model_back(tmp_path):
     model = build_tiny_model(leaking_example().model_type)
-    run = build("packed", model, tmp_path, on_leak="raise")
+    trainer = build("packed", model, tmp_path, on_leak="raise")
     with pytest.raises(PackingLeakError):
-        run.train()
+        trainer.train()
     assert not our_hooks(model)
-    assert not run.packed_model.has_packed_attention
-    run = build("packed", model, tmp_path, on_leak="unpack")
-    run.train()
-    assert run.packed_model.is_unpacked
+    assert not trainer.packed_model.has_packed_attention
+    trainer = build("packed", model, tmp_path, on_leak="unpack")
+    trainer.train()
+    assert trainer.packed_model.is_unpacked
     assert not our_hooks(model)
     assert not check_isolation(model, max_length=64).isolated
 
@@ -139,29 +141,29 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
         build("packed", copied, tmp_path).train()
     assert not our_hooks(copied)
     del copied.forward
-    runs = [build("packed", each, tmp_path) for each in (copied, fresh)]
-    for run in runs:
-        run.train()
-    assert torch.equal(*map(weights, runs))
-    assert not torch.equal(weights(runs[0]), weights(first))
+    trainers = [build("packed", each, tmp_path) for each in (copied, fresh)]
+    for trainer in trainers:
+        trainer.train()
+    assert torch.equal(*map(weights, trainers))
+    assert not torch.equal(weights(trainers[0]), weights(first))
 
 
 # On varlen attention, repaired, on mixers
 @pytest.mark.parametrize("model_type", ["llama", "bloom", pytest.param("lfm2", marks=needs("hybrids"))])
 def test_two_trainers_train_at_once_in_threads_as_one_after_the_other(model_type, tmp_path):
-    runs = [
+    trainers = [
         build_trainer(tmp_path / f"{order}{seed}", texts(12), model_type, max_steps=3, learning_rate=1e-2, seed=seed)
         for order in ("after", "at once")
         for seed in (1, 2)
     ]
-    for run in runs[:2]:
-        run.train()
-    threads = [threading.Thread(target=run.train) for run in runs[2:]]
+    for trainer in trainers[:2]:
+        trainer.train()
+    threads = [threading.Thread(target=trainer.train) for trainer in trainers[2:]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for run in runs:
-        assert run.state.global_step == 3
-    for expected, found in zip(runs[:2], runs[2:], strict=True):
-        assert torch.equal(weights(expected), weights(found))
+    for trainer in trainers:
+        assert trainer.state.global_step == 3
+    for expected, trainer_after in zip(trainers[:2], trainers[2:], strict=True):
+        assert torch.equal(weights(expected), weights(trainer_after))

@@ -53,12 +53,12 @@ def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
     else:
         padded = zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool(), strict=True)
         pairs = [(tokens[real].tolist(), labels[real].tolist()) for tokens, labels, real in padded]
-    found = []
+    documents = []
     for tokens, labels in pairs:
         if set(labels[1:]) - {-100}:
             (row,) = [row for row in rows if str(tokens)[1:-1] in str(row["input_ids"])]
-            found.append(Document(tokens, labels, row["share"], row["source"]))
-    return found
+            documents.append(Document(tokens, labels, row["share"], row["source"]))
+    return documents
 
 
 def loss_by_hand(model, documents, weighting, uses_weights=True, **loss):
@@ -81,9 +81,9 @@ def token_losses(model, document, loss_type="nll", label_smoothing_factor=0.0):
     """Return the losses of the trained tokens of one document alone, in fp64."""
     log_probs = model(torch.tensor([document.tokens])).logits[0, :-1].double().log_softmax(-1)
     targets = torch.tensor(document.labels[1:])
-    found = log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
-    found = (1 - label_smoothing_factor) * found + label_smoothing_factor * log_probs.mean(-1)[targets != -100]
-    return -found * (found.exp().detach() if loss_type == "dft" else 1)
+    log_prob = log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
+    log_prob = (1 - label_smoothing_factor) * log_prob + label_smoothing_factor * log_probs.mean(-1)[targets != -100]
+    return -log_prob * (log_prob.exp().detach() if loss_type == "dft" else 1)
 
 
 def train_by_hand(model, steps, learning_rate, weighting, uses_weights=True):
@@ -95,13 +95,13 @@ def train_by_hand(model, steps, learning_rate, weighting, uses_weights=True):
         loss = loss_by_hand(model, documents, weighting, uses_weights)
         loss.backward()
         with torch.no_grad():
-            found = defaultdict(list)
+            losses_of_source = defaultdict(list)
             for document in documents:
-                found[document.source] += token_losses(model, document).tolist()
+                losses_of_source[document.source] += token_losses(model, document).tolist()
             for parameter in model.parameters():
                 parameter -= learning_rate * parameter.grad
         losses.append(loss.item())
-        by_source.append({source: float(np.mean(values)) for source, values in found.items()})
+        by_source.append({source: float(np.mean(values)) for source, values in losses_of_source.items()})
     return losses, by_source
 
 
@@ -165,7 +165,7 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(dict(batch)), num_items_in_batch=num_items)
         loss.backward()
         total += loss.item()
-    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
     of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
     errors = []
     other = {"token": "document", "document": "token"}[weighting]
@@ -175,7 +175,7 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
         loss = loss_by_hand(reference, documents, *way, **of_loss)
         loss.backward()
         expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
-        errors.append((((found - expected).norm() / expected.norm()).item(), abs(total - loss.item())))
+        errors.append((((gradient - expected).norm() / expected.norm()).item(), abs(total - loss.item())))
     print(errors)
     assert max(errors[0]) < 1e-6  # TRL takes logarithms in fp32
     assert min(errors[1][0], errors[2][0]) > 0.05, "the weights change nothing here"
@@ -216,22 +216,22 @@ def test_a_step_of_weight_0_trains_nothing(tmp_path):
 def test_evaluation_has_a_loss_per_source(packing, tmp_path):
     test = weighted_rows(20, seed=1)
     both = {"one": test, "plain": test.remove_columns("source")}
-    given = {"eval_dataset": both, "compute_metrics": lambda _: {}}
+    options = {"eval_dataset": both, "compute_metrics": lambda _: {}}
     expected = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")[1][0]
     for eval_packing in (True, False):
         trainer = build_trainer(
-            tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=given, **COLUMNS
+            tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=options, **COLUMNS
         )
-        for metric in (given["compute_metrics"], None):  # with a metric, full logits are computed
+        for metric in (options["compute_metrics"], None):  # with a metric, full logits are computed
             trainer.compute_metrics = metric
-            found = trainer.evaluate()
-            losses = {name: found.get(f"eval_one_loss/{name}") for name in SOURCES}
+            metrics = trainer.evaluate()
+            losses = {name: metrics.get(f"eval_one_loss/{name}") for name in SOURCES}
             assert losses == pytest.approx(expected, rel=1e-5)
-            tokens = {name: found[f"eval_one_trained_tokens/{name}"] for name in SOURCES}
+            tokens = {name: metrics[f"eval_one_trained_tokens/{name}"] for name in SOURCES}
             total = sum(losses[name] * tokens[name] for name in SOURCES) / sum(tokens.values())
-            assert total == pytest.approx(found["eval_one_loss"], rel=1e-6)
-            assert found["eval_plain_loss"] == pytest.approx(found["eval_one_loss"], rel=1e-6)
-            assert not [key for key in found if key.startswith("eval_plain") and "/" in key]
+            assert total == pytest.approx(metrics["eval_one_loss"], rel=1e-6)
+            assert metrics["eval_plain_loss"] == pytest.approx(metrics["eval_one_loss"], rel=1e-6)
+            assert not [key for key in metrics if key.startswith("eval_plain") and "/" in key]
         assert any("eval_one_loss/code" in entry for entry in trainer.state.log_history)
 
 
@@ -247,8 +247,8 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
     numbers = ROWS.remove_columns("source").add_column("source", [SOURCES.index(name) for name in ROWS["source"]])
     names = []
     for dataset, packing in ((classes, True), (classes, False), (numbers, True), (numbers, False)):
-        run = trained(tmp_path, dataset.shuffle(seed=0), packing=packing, source_column="source")
-        logged = {key for entry in run.state.log_history for key in entry}
+        trainer = trained(tmp_path, dataset.shuffle(seed=0), packing=packing, source_column="source")
+        logged = {key for entry in trainer.state.log_history for key in entry}
         names.append({key.removeprefix("loss/") for key in logged if key.startswith("loss/")})
     assert names == [set(SOURCES)] * 2 + [{"0", "1", "2"}] * 2
 
@@ -296,16 +296,16 @@ def test_sources_of_an_unpacked_stream_are_those_of_the_table(tmp_path):
     stream = concatenate_datasets(shards).to_iterable_dataset(2)
     common = {"max_steps": 5, "packing": False, "per_device_train_batch_size": 2, "dataloader_num_workers": 2}
     common |= {"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"} | SGD | COLUMNS
-    runs = [build_trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]
-    for run in runs:
-        run.train()
+    trainers = [build_trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]
+    for trainer in trainers:
+        trainer.train()
     entries = [
-        [{name: value for name, value in entry.items() if "/" in name} for entry in run.state.log_history]
-        for run in runs
+        [{name: value for name, value in entry.items() if "/" in name} for entry in trainer.state.log_history]
+        for trainer in trainers
     ]
     assert entries[0] == entries[1]
     assert {name for entry in entries[0] for name in entry} >= {f"loss/{name}" for name in SOURCES}
-    assert torch.equal(*map(weights, runs))
+    assert torch.equal(*map(weights, trainers))
 
 
 def column(name, values, **settings):

@@ -163,8 +163,8 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
     """To the bit, packed, with every setting of the group at another value than its default."""
     settings = KEEP_WEIGHTS[group]
     defaults = config(tmp_path)
-    given = {"trainer_kwargs": {"eval_dataset": texts(10, 1)}} if "eval_strategy" in settings else {}
-    trainer = build_trainer(tmp_path, texts(), **BASE | settings | given)
+    options = {"trainer_kwargs": {"eval_dataset": texts(10, 1)}} if "eval_strategy" in settings else {}
+    trainer = build_trainer(tmp_path, texts(), **BASE | settings | options)
     for name, value in settings.items():
         assert getattr(trainer.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
     assert any(getattr(defaults, name) != value for name, value in settings.items())
@@ -251,11 +251,11 @@ def test_a_config_for_a_gpu_names_what_is_missing_where_there_is_none(monkeypatc
     the driver nor the default.
     """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    for given in ({}, {"bf16": True}):
+    for options in ({}, {"bf16": True}):
         with pytest.raises(ValueError, match=r"`bf16=True` was given or is the default, without `use_cpu`, and no GPU"):
-            SFTConfig(str(tmp_path), packing=True, **given)
-    for given in ({"use_cpu": True}, {"bf16": False}):
-        assert SFTConfig(str(tmp_path), packing=True, **given).packing
+            SFTConfig(str(tmp_path), packing=True, **options)
+    for options in ({"use_cpu": True}, {"bf16": False}):
+        assert SFTConfig(str(tmp_path), packing=True, **options).packing
 
 
 ASKED = {
@@ -270,8 +270,8 @@ ASKED = {
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 def test_processes_on_cpus_train_where_they_were_asked_for(ask, processes_without_a_gpu, monkeypatch):
-    given = {"use_cpu": False, "ddp_backend": None}
-    check_devices(SimpleNamespace(**given | (ask(monkeypatch) or {})))
+    arguments = {"use_cpu": False, "ddp_backend": None}
+    check_devices(SimpleNamespace(**arguments | (ask(monkeypatch) or {})))
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

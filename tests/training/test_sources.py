@@ -14,16 +14,16 @@ ASKS = {("loading", "source_class"), ("choices", "is_stream"), ("evaluation", "m
 def places_that_ask(text: str, module: str) -> set[tuple[str, str]]:
     """Return the functions of a module that compare the class of an object with `IterableDataset`."""
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    found = set()
+    places = set()
     for function in functions:
         calls = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Call)]
         if any(call.startswith("isinstance(") and "IterableDataset" in call for call in calls):
-            found.add((module, function.name))
-    return found
+            places.add((module, function.name))
+    return places
 
 
 def test_the_trainer_asks_in_one_place_whether_its_training_set_is_a_stream():
-    found = set()
+    places = set()
     for path in TRAINING.glob("*.py"):
-        found |= places_that_ask(path.read_text(), path.stem)
-    assert found == ASKS
+        places |= places_that_ask(path.read_text(), path.stem)
+    assert places == ASKS

@@ -68,13 +68,13 @@ def test_the_metrics_of_a_span_are_its_sums_over_what_each_is_a_share_of():
 def test_metrics_are_rounded_to_digits_that_a_reader_needs():
     sums = {**SUMS, "tokens": 302, "documents": 10, "computed": 239, "flops": 1.23456e9}
     span = StepSpan(sums, num_steps=3, seconds=7.0, waited=1.0)
-    found = TrainingTotals(shares_rows=True).metrics(span, capacity=100)
-    assert found["documents_per_step"] == 3.33
-    assert found["efficiency"] == 0.2988
-    assert found["tokens_per_second"] == 43.1
-    assert found["data_wait"] == 0.1429
-    assert found["computed_share"] == 0.7914
-    assert found["tflops_per_second_per_rank"] == 0.0001764
+    metrics = TrainingTotals(shares_rows=True).metrics(span, capacity=100)
+    assert metrics["documents_per_step"] == 3.33
+    assert metrics["efficiency"] == 0.2988
+    assert metrics["tokens_per_second"] == 43.1
+    assert metrics["data_wait"] == 0.1429
+    assert metrics["computed_share"] == 0.7914
+    assert metrics["tflops_per_second_per_rank"] == 0.0001764
 
 
 def test_the_metrics_of_one_of_everything_are_one():
@@ -85,8 +85,8 @@ def test_the_metrics_of_one_of_everything_are_one():
 
 def test_only_what_is_known_is_logged():
     span = StepSpan(dict.fromkeys(SUMS, 0.0), num_steps=1, seconds=1.0)
-    found = TrainingTotals().metrics(span, capacity=1, peak_tflops=1.0)
-    assert found.keys() == {"trained_tokens", "documents_per_step", "efficiency", "tokens_per_second", "data_wait"}
+    metrics = TrainingTotals().metrics(span, capacity=1, peak_tflops=1.0)
+    assert metrics.keys() == {"trained_tokens", "documents_per_step", "efficiency", "tokens_per_second", "data_wait"}
 
 
 def test_a_span_that_lacks_a_source_adds_nothing_to_it():
@@ -168,19 +168,19 @@ def test_the_sources_of_a_stream_are_named_when_they_are_gathered():
     for names, loss in ((("late", "early"), [[1.0, 2.0]]), (("early", "other"), [[4.0, 8.0]])):
         totals._add(dict.fromkeys(OF_BATCHES, torch.tensor(1)))
         totals.add_sources(torch.tensor(loss), mask, torch.tensor([[own[name] for name in names]]))
-    found = totals.gather(ranks_that_count_the_same(1))
+    metrics = totals.gather(ranks_that_count_the_same(1))
     assert [*totals.sources] == ["early", "late", "other"]
-    assert (found["loss/early"], found["loss/late"], found["loss/other"]) == (6, 1, 8)
-    assert (found["trained_tokens/early"], found["trained_tokens/late"]) == (2, 1)
-    assert totals.window.sums == found
+    assert (metrics["loss/early"], metrics["loss/late"], metrics["loss/other"]) == (6, 1, 8)
+    assert (metrics["trained_tokens/early"], metrics["trained_tokens/late"]) == (2, 1)
+    assert totals.window.sums == metrics
 
 
 def test_losses_by_source_are_those_of_trained_tokens():
     loss, mask = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([True, False, True, True])
     sums = sums_by_source(loss, mask, torch.tensor([0, 0, 2, 2]), num_sources=4)
     assert sums.tolist() == [[1, 0, 12, 0], [1, 0, 2, 0]]
-    found = source_metrics("abcd", sums.flatten().tolist())
-    assert found == {"loss/a": 1, "loss/c": 6, "trained_tokens/a": 1, "trained_tokens/c": 2}
+    metrics = source_metrics("abcd", sums.flatten().tolist())
+    assert metrics == {"loss/a": 1, "loss/c": 6, "trained_tokens/a": 1, "trained_tokens/c": 2}
 
 
 def test_an_evaluation_is_the_mean_over_all_of_its_trained_tokens():
@@ -219,10 +219,10 @@ def test_scores_are_those_of_each_next_token(num_virtual):
     trained = {0: 2, 2: 3, 3: 1, 4: 6} if num_virtual else {2: 3, 3: 1, 4: 6}
     for place, label in trained.items():
         row = logits[0, num_virtual + place - 1]
-        found = {name: values[0, num_virtual + place - 1].item() for name, values in scores.items()}
-        assert found["log_probs"] == pytest.approx(-F.cross_entropy(row, torch.tensor(label)).item())
-        assert found["entropy"] == pytest.approx(torch.distributions.Categorical(logits=row).entropy().item())
-        assert found["is_top1"] == (row.argmax().item() == label)
+        score = {name: values[0, num_virtual + place - 1].item() for name, values in scores.items()}
+        assert score["log_probs"] == pytest.approx(-F.cross_entropy(row, torch.tensor(label)).item())
+        assert score["entropy"] == pytest.approx(torch.distributions.Categorical(logits=row).entropy().item())
+        assert score["is_top1"] == (row.argmax().item() == label)
     assert scores.label_mask.sum() == len(trained)
     assert scores.log_probs.ne(0).sum() == len(trained)
     assert scores.entropy.ne(0).sum() == len(trained)

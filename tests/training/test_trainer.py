@@ -52,7 +52,7 @@ def test_arguments_are_those_of_trl():
 
 
 @pytest.mark.parametrize(
-    "kind, given, said",
+    "kind, name, said",
     [
         (
             SFTConfig,
@@ -66,9 +66,9 @@ def test_arguments_are_those_of_trl():
         (SFTTrainer, "lora_rank", r"got an unexpected keyword argument 'lora_rank'"),  # a flag, and no field
     ],
 )
-def test_an_argument_of_earlier_trl_is_refused_with_its_name_here(kind, given, said):
+def test_an_argument_of_earlier_trl_is_refused_with_its_name_here(kind, name, said):
     with pytest.raises(TypeError, match=f"{re.escape(said)}"):
-        kind(**{given: 512})
+        kind(**{name: 512})
 
 
 # The parameters of what is overridden, where a change in TRL or transformers must be looked at, not inherited
@@ -115,8 +115,8 @@ def test_what_is_overridden_has_not_changed_in_trl_and_nothing_else_is():
     overridden = {name for name in vars(SFTTrainer) if name in inherited and not name.startswith("__")}
     assert overridden == OVERRIDDEN.keys() & inherited >= OVERRIDDEN.keys() - {"_defer_fsdp_gradient_reduction"}
     for name, parameters in OVERRIDDEN.items():
-        found = getattr(trl.SFTTrainer, name, None)
-        assert parameters is None or " ".join(inspect.signature(found).parameters) == parameters, name
+        method = getattr(trl.SFTTrainer, name, None)
+        assert parameters is None or " ".join(inspect.signature(method).parameters) == parameters, name
 
 
 @pytest.mark.parametrize("kind", ["training_arguments", "trl", "ours"])
@@ -129,10 +129,10 @@ def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
         "ours": lambda: SFTConfig("out", packing=True, seed=5, **kwargs),
     }[kind]()
     before = dict(vars(args))
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as warnings_seen:
         warnings.simplefilter("always")
         trainer = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
-    said = any("a `TrainingArguments`, which has no `packing`" in str(each.message) for each in seen)
+    said = any("a `TrainingArguments`, which has no `packing`" in str(each.message) for each in warnings_seen)
     assert isinstance(trainer.args, SFTConfig)
     assert said is (kind == "training_arguments")
     assert trainer.args.seed == 5, "the caller's config was changed"
@@ -207,8 +207,8 @@ def test_formatting_func(tmp_path):
     data = Dataset.from_dict({"a": ["x", "yy"], "b": ["zzz", "w"]})
     trainer = build_trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
     (batch,) = trainer.get_train_dataloader()
-    found = sorted(trainer.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
-    assert found == ["x-zzz<|im_end|>", "yy-w<|im_end|>"]
+    texts_of_pack = sorted(trainer.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
+    assert texts_of_pack == ["x-zzz<|im_end|>", "yy-w<|im_end|>"]
 
 
 def test_rows_that_are_packs_keep_their_documents(tmp_path):
@@ -261,15 +261,17 @@ def test_settings_of_trl_work_packed(settings, tmp_path):
 @pytest.mark.parametrize("model", ["llama", "bloom"])  # as it is, and repaired
 def test_compiled_training_is_training(model, tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    runs = [build_trainer(tmp_path, texts(), model, max_steps=3, learning_rate=1e-2, **more) for more in ({}, compiled)]
-    for run in runs:
+    trainers = [
+        build_trainer(tmp_path, texts(), model, max_steps=3, learning_rate=1e-2, **more) for more in ({}, compiled)
+    ]
+    for trainer in trainers:
         torch.compiler.reset()
-        run.train()
-    assert re.fullmatch(r"2 of 2 layers compiled, \d+ graphs", runs[1].packing_report.compiled)
-    assert runs[1].packed_model.is_proved
-    assert bool(runs[1].packed_model.repaired) is (model == "bloom")
-    assert torch.equal(*map(weights, runs))
-    assert runs[0].evaluate(texts(9))["eval_loss"] == runs[1].evaluate(texts(9))["eval_loss"]
+        trainer.train()
+    assert re.fullmatch(r"2 of 2 layers compiled, \d+ graphs", trainers[1].packing_report.compiled)
+    assert trainers[1].packed_model.is_proved
+    assert bool(trainers[1].packed_model.repaired) is (model == "bloom")
+    assert torch.equal(*map(weights, trainers))
+    assert trainers[0].evaluate(texts(9))["eval_loss"] == trainers[1].evaluate(texts(9))["eval_loss"]
 
 
 @pytest.mark.parametrize("eval_packing", [True, False])
@@ -280,9 +282,9 @@ def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packi
         dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
         indices = next(iter(loader.batch_sampler))
         expected = next(iter(loader))
-        found = collate(dataset.__getitems__(indices))
-        assert found.keys() == expected.keys()
-        assert torch.equal(found["input_ids"], expected["input_ids"])
+        batch = collate(dataset.__getitems__(indices))
+        assert batch.keys() == expected.keys()
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
 
 
 def test_lazy_names():

@@ -59,8 +59,8 @@ def run_both(folder, name, data=None, **settings):
     )
     config = {"config_class": trl.SFTConfig, "packing": False}
     unpacked = build_trainer(folder, data, trainer_class=make_class(trl.SFTTrainer), **config, **extra, **settings)
-    for run in (packed, unpacked):
-        run.train()
+    for trainer in (packed, unpacked):
+        trainer.train()
     return packed, unpacked
 
 
@@ -75,7 +75,9 @@ def difference(packed, unpacked, model_type="llama"):
 def test_user_code_that_sums_trains_as_unpacked(name, tmp_path):
     packed, unpacked = run_both(tmp_path, name, per_device_train_batch_size=4)
     assert difference(packed, unpacked) < 5e-6
-    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (packed, unpacked)]
+    losses = [
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (packed, unpacked)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -88,9 +90,9 @@ def test_means_of_one_document_train_as_unpacked(name, tmp_path):
     assert difference(packed, unpacked) < 5e-6
 
 
-def tokens_of_steps(run):
+def tokens_of_steps(trainer):
     """Return the tokens trained up to each step."""
-    return [entry["num_tokens"] for entry in run.state.log_history if "loss" in entry]
+    return [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.slow
@@ -98,17 +100,17 @@ def tokens_of_steps(run):
 def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
     """Packs as they come would be 2.0 of an update away from the unpacked run (micro-batches of 143, 145, 4 tokens)."""
     settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4}
-    seen = []
+    steps = []
 
     class Noting(with_mean(SFTTrainer)):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.append((self.state.global_step, int((inputs["labels"] != -100).sum())))
+            steps.append((self.state.global_step, int((inputs["labels"] != -100).sum())))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     trainer = build_trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
     trainer.train()
     for step in range(trainer.state.global_step):
-        counts = [count for at, count in seen if at == step]
+        counts = [count for at, count in steps if at == step]
         assert len(counts) > 1, "a step of one micro-batch is even"
         assert max(counts) < 1.1 * min(counts)
     if strategy == "minibatch":
@@ -340,40 +342,40 @@ def test_a_leaking_module_that_a_callback_swaps_in_is_refused(tmp_path):
 # Hooks that the tests before the first step meet
 
 
-def fuse_optimizer(run):
+def fuse_optimizer(trainer):
     """Step in the backward, as PyTorch's recipe and transformers' layer-wise optimizers do; counts the steps."""
-    run.num_hooked = 0
-    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in run.model.parameters()}
+    trainer.num_hooked = 0
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in trainer.model.parameters()}
 
     def step(parameter):
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
-        run.num_hooked += 1
+        trainer.num_hooked += 1
 
-    for parameter in run.model.parameters():
+    for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
 
 
-def schedule_gradients(run):
+def schedule_gradients(trainer):
     """Scale gradients by a schedule that counts its own calls."""
-    run.num_hooked = 0
+    trainer.num_hooked = 0
 
     def scale(gradient):
-        run.num_hooked += 1
-        return gradient * (1 + 0.1 * (run.num_hooked // 21))
+        trainer.num_hooked += 1
+        return gradient * (1 + 0.1 * (trainer.num_hooked // 21))
 
-    for parameter in run.model.parameters():
+    for parameter in trainer.model.parameters():
         parameter.register_hook(scale)
 
 
 def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay():
     """transformers sums gradients of divided experts in such a hook, which the comparison of the first step needs."""
     model = build_tiny_model("llama")
-    seen = []
+    names = []
 
     def hook_of(name):
         def hook(parameter):
-            seen.append(name)
+            names.append(name)
 
         hook.__module__ = "transformers.trainer"
         hook.__qualname__ = f"make.<locals>.{name}"
@@ -383,9 +385,9 @@ def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay(
         model.lm_head.weight.register_post_accumulate_grad_hook(hook_of(name))
     with gradient_hooks_aside(model):
         model(input_ids=torch.tensor([[5, 6]])).logits.sum().backward()
-    assert seen == ["average_gradient"]
+    assert names == ["average_gradient"]
     model(input_ids=torch.tensor([[5, 6]])).logits.sum().backward()
-    assert sorted(seen[1:]) == ["average_gradient", "optimizer_hook"]
+    assert sorted(names[1:]) == ["average_gradient", "optimizer_hook"]
 
 
 @trl_trains
@@ -395,9 +397,9 @@ def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_p
     settings["learning_rate"] = 0.0 if register is fuse_optimizer else 0.05
     packed = build_trainer(tmp_path, documents(), packing_strategy="minibatch", **settings)
     unpacked = stock(tmp_path, documents(), **settings)
-    for run in (packed, unpacked):
-        register(run)
-        run.train()
+    for trainer in (packed, unpacked):
+        register(trainer)
+        trainer.train()
     assert packed.num_hooked == unpacked.num_hooked > 0
     assert difference(packed, unpacked) < 1e-5
     assert f"hooks on gradients left out: {register.__name__}" in packed.packing_report.first_step

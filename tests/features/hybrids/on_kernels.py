@@ -50,11 +50,11 @@ def judge(model_type: str) -> dict:
     model = zoo.build_model(model_type)
     packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH)
     report = packed.prove(model)
-    found = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
-    found |= {"proved": report.isolated and report.equal, "repairs": list(map(str, packed.repaired))}
+    row = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
+    row |= {"proved": report.isolated and report.equal, "repairs": list(map(str, packed.repaired))}
     recorded()
     judgement = truth.judge(model)
-    found |= {"right": judgement.right, "error": judgement.error, "refusal": judgement.refusal} | recorded()
+    row |= {"right": judgement.right, "error": judgement.error, "refusal": judgement.refusal} | recorded()
     model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     truth.pristine.set_experts_implementation("eager")
     shares = PrefixJudge(zoo.build_model(model_type))
@@ -62,8 +62,8 @@ def judge(model_type: str) -> dict:
     with in_double():
         exact = truth.compare(model, torch.float64)
         shared = shares.compare(model, torch.float64)
-    found |= {"shared": shared.error, "shared_refusal": shared.refusal, "shared_calls": recorded()["calls"]}
-    return found | {"exact": exact.decisive, "seconds": round(time.process_time() - started, 1)}
+    row |= {"shared": shared.error, "shared_refusal": shared.refusal, "shared_calls": recorded()["calls"]}
+    return row | {"exact": exact.decisive, "seconds": round(time.process_time() - started, 1)}
 
 
 def change(folder: Path, model_type: str, lora: bool, **settings) -> tuple[torch.Tensor, dict]:
@@ -97,9 +97,9 @@ def trainings(folder: Path, model_type: str):
             if checkpointing is not None:
                 kwargs = {"use_reentrant": checkpointing}
                 settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-            moved, found = change(folder, model_type, lora, **settings)
-            found |= {"moved": moved.norm().item(), "error": ((moved - expected).norm() / expected.norm()).item()}
-            yield {"type": model_type, "lora": lora, "reentrant": checkpointing, "refusal": refusal} | found
+            moved, row = change(folder, model_type, lora, **settings)
+            row |= {"moved": moved.norm().item(), "error": ((moved - expected).norm() / expected.norm()).item()}
+            yield {"type": model_type, "lora": lora, "reentrant": checkpointing, "refusal": refusal} | row
 
 
 def rounding(model_type: str) -> dict:
@@ -110,11 +110,11 @@ def rounding(model_type: str) -> dict:
             parameter.data += 40
     PackedModel(model, torch.float32, "cpu", MAX_LENGTH).attach_packed_attention()
     report = check_isolation(model, MAX_LENGTH)
-    found = {"type": model_type, "isolated": report.isolated, "equal": report.equal, "gradient": report.max_gradient}
-    found |= {"change": max(report.max_change, report.max_difference), "tolerance": report.tolerance}
+    row = {"type": model_type, "isolated": report.isolated, "equal": report.equal, "gradient": report.max_gradient}
+    row |= {"change": max(report.max_change, report.max_difference), "tolerance": report.tolerance}
     with mock.patch.object(HybridMixers, "tokens_summed_in_common", lambda self, model: 0):
         report = check_isolation(model, MAX_LENGTH)
-    return found | {"strictly": report.isolated and report.equal, "strict_gradient": report.max_gradient}
+    return row | {"strictly": report.isolated and report.equal, "strict_gradient": report.max_gradient}
 
 
 def reads(model_type: str) -> dict:
@@ -129,22 +129,22 @@ def reads(model_type: str) -> dict:
         StrictVarlen(),
     ):
         trainer = build_trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
-        watch.switch = lambda is_on: recorded() if is_on else found.update(recorded())
-        found: dict = {}
+        watch.switch = lambda is_on: recorded() if is_on else reads_of_run.update(recorded())
+        reads_of_run: dict = {}
         trainer.train()
     repaired = list(map(str, trainer.packed_model.repaired))
-    return {"type": model_type, "reads": watch.per_micro_batch, "repaired": repaired} | found
+    return {"type": model_type, "reads": watch.per_micro_batch, "repaired": repaired} | reads_of_run
 
 
 def column(folder: Path, model_types: list[str]) -> dict:
     """Return the verdict of each type, and write it into the table in `folder`."""
-    found = {}
+    column_values = {}
     for name in model_types:
         row = judge(name)
         is_changed = bool(row["repairs"]) or row["unpacked"]
-        found[name] = ("repaired" if is_changed else "native") if row["proved"] and row["right"] else "refused"
-    page.write(page.filled(page.read(folder), "with_kernels", found), folder)
-    return found
+        column_values[name] = ("repaired" if is_changed else "native") if row["proved"] and row["right"] else "refused"
+    page.write(page.filled(page.read(folder), "with_kernels", column_values), folder)
+    return column_values
 
 
 if __name__ == "__main__":

@@ -65,19 +65,19 @@ def mixed_difference(kind: str, degree: int) -> float:
     weights = torch.randn(1, sum(LENGTHS), 128, generator=generator, dtype=torch.float64)
     group = Group(degree, dist.get_rank() % degree)
     rows = group.rows(sum(LENGTHS))
-    found = []
+    results = []
     for is_part in (False, True):
-        given = rank_share.cut_part(dict(batch), group) if is_part else dict(batch)
+        inputs = rank_share.cut_part(dict(batch), group) if is_part else dict(batch)
         own = rows if is_part else slice(None)
         model.zero_grad()
-        logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
+        logits = model(**{name: x for name, x in inputs.items() if "labels" not in name}).logits
         (logits * weights[:, own]).sum().backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         for grad in grads if is_part else ():
             group.sum(grad)
-        found.append([logits.detach(), *grads])
+        results.append([logits.detach(), *grads])
     guard.remove()
-    whole = [found[0][0][:, rows], *found[0][1:]]
-    scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
-    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(found[1], whole, scales, strict=True)]
+    whole = [results[0][0][:, rows], *results[0][1:]]
+    scales = [results[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
+    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(results[1], whole, scales, strict=True)]
     return largest_of_ranks(gaps)

@@ -27,7 +27,7 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def tables(tmp_path_factory):
     """Return the rows of each command. One process runs all, because it imports for seconds."""
     folder = tmp_path_factory.mktemp("kernels")
     words = ["rounding", "bamba"]
@@ -42,12 +42,12 @@ def found(tmp_path_factory):
 @pytest.mark.processes
 @current_models
 @pytest.mark.parametrize("model_type", CALLS)
-def test_documents_are_what_they_are_alone_on_the_kernels(model_type, found):
+def test_documents_are_what_they_are_alone_on_the_kernels(model_type, tables):
     """They must be so in fp64 to rounding: nothing is repaired, and no document reaches another.
 
     This must hold for documents that share prefixes, too.
     """
-    (row,) = [row for row in found["judge"] if row["type"] == model_type]
+    (row,) = [row for row in tables["judge"] if row["type"] == model_type]
     assert row["proved"], row
     assert row["right"], row
     assert not row["unpacked"], row
@@ -64,9 +64,9 @@ def test_documents_are_what_they_are_alone_on_the_kernels(model_type, found):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_what_the_kernel_of_mamba2_rounds_is_no_leak(found):
+def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tables):
     """It sums decays over documents, so gradients of others cancel up to rounding only."""
-    (row,) = found["rounding"]
+    (row,) = tables["rounding"]
     assert row["isolated"], row
     assert row["equal"], row
     assert row["gradient"] == 0.0, row
@@ -77,9 +77,9 @@ def test_what_the_kernel_of_mamba2_rounds_is_no_leak(found):
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
-def test_trainings_on_the_kernels(found):
+def test_trainings_on_the_kernels(tables):
     """Train full and LoRA, without and with a kind of checkpointing each, against padded rows of unpacked training."""
-    rows = found["train"]
+    rows = tables["train"]
     assert [row["type"] for row in rows] == ["bamba"] * 4 + ["kimi_linear"] * 4
     for row in rows:
         assert row["repaired"] == [], row
@@ -100,9 +100,9 @@ def test_trainings_on_the_kernels(found):
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
-def test_kernels_with_boundaries_need_no_read_of_the_host(found):
+def test_kernels_with_boundaries_need_no_read_of_the_host(tables):
     """Boundaries go to all kernels but the scan of Mamba-1, for which the host makes rows once per pack."""
-    rows = {row["type"]: row for row in found["reads"]}
+    rows = {row["type"]: row for row in tables["reads"]}
     assert rows.keys() == {"lfm2", "bamba", "jamba"}
     for name, row in rows.items():
         ours = {place: number for place, number in row["reads"].items() if not place.startswith("transformers/")}

@@ -69,8 +69,10 @@ def test_transformers_has_no_other_function_with_a_kernel():
     """Fail on a release with a new kind of mixer, whose functions then get an entry in `MIXER_REPLACEMENTS`."""
     pattern = re.compile(r'^@use_kernel_func_from_hub_with_fallback\("(\w+)".*\)\n(?:@.*\n)*def (\w+)', re.MULTILINE)
     folder = Path(transformers.__file__).parent / "models"
-    found = {pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())}
-    others = {(kernel, function) for kernel, function in found if kernel not in GENERATION}
+    functions_of_kernels = {
+        pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())
+    }
+    others = {(kernel, function) for kernel, function in functions_of_kernels if kernel not in GENERATION}
     assert len(others) >= 6, others
     assert {function for _, function in others} <= set(MIXER_REPLACEMENTS), others
     assert set(MIXER_REPLACEMENTS) == set(MIXER_FUNCTIONS)
@@ -148,16 +150,16 @@ def test_two_threads_run_packs_at_once():
         model.model.layers[0].register_forward_pre_hook(lambda *args: middle.reached())
 
     def runner(model, batch):
-        def run(in_the_middle):
+        def run_in_thread(in_the_middle):
             middle.reached = in_the_middle
             return model(**batch).logits
 
-        return run
+        return run_in_thread
 
     together = overlapping(*(runner(model, batch) for model, batch in zip(models, packs, strict=True)))
     assert functions(models[0]) == before
-    for expected, found in zip(alone, together, strict=True):
-        assert torch.equal(expected, found)
+    for expected, result in zip(alone, together, strict=True):
+        assert torch.equal(expected, result)
 
 
 def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
@@ -167,8 +169,8 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
     mark_packed_forwards(trained)
     row = {"input_ids": torch.arange(20, 29)[None], "use_cache": False}
     alone = evaluated.eval()(**row).logits
-    found = []
-    thread = threading.Thread(target=lambda: found.append(evaluated(**row).logits))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(evaluated(**row).logits))
 
     def in_the_middle(*args):
         thread.start()
@@ -176,7 +178,7 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
 
     trained.model.layers[0].register_forward_pre_hook(in_the_middle)
     trained(**pack(5, 4))
-    assert torch.equal(found[0], alone)
+    assert torch.equal(results[0], alone)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -200,8 +202,8 @@ def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
         model.zero_grad(set_to_none=True)
     assert len(gradients[1]) == len(gradients[0]) > 10
-    for expected, found in zip(*gradients, strict=True):
-        assert torch.equal(expected, found)
+    for expected, gradient in zip(*gradients, strict=True):
+        assert torch.equal(expected, gradient)
 
 
 @pytest.mark.slow
@@ -218,15 +220,15 @@ def test_what_is_not_found_is_repaired(monkeypatch):
 @pytest.mark.sweep
 def test_compiled_mixers_start_anew_in_each_document(tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    runs = [
+    trainers = [
         build_trainer(tmp_path, texts(), "lfm2", max_steps=2, learning_rate=1e-2, **more) for more in ({}, compiled)
     ]
-    for run in runs:
+    for trainer in trainers:
         torch.compiler.reset()
-        run.train()
-        assert run.packed_model.is_proved
-        assert not run.packed_model.repaired
-    assert torch.equal(*map(weights, runs))
+        trainer.train()
+        assert trainer.packed_model.is_proved
+        assert not trainer.packed_model.repaired
+    assert torch.equal(*map(weights, trainers))
 
 
 def running(*lengths, **more):
@@ -246,8 +248,8 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
     parts = states.split([n for n in lengths if n], dim=2)
     expected = torch.cat([inner(part, weight, None, "silu") for part in parts], dim=2)
     assert torch.allclose(out, expected, atol=1e-14)
-    given = torch.randn_like(out)
-    first, second = (torch.autograd.grad(x, states, given, retain_graph=True)[0] for x in (out, expected))
+    cotangent = torch.randn_like(out)
+    first, second = (torch.autograd.grad(x, states, cotangent, retain_graph=True)[0] for x in (out, expected))
     assert torch.allclose(first, second, atol=1e-14)
     assert first.any()
 
@@ -329,7 +331,7 @@ def test_deep_branches_need_few_calls(num_turns):
         calls.append(len(query))
         return inner(query, key, value, g=g, beta=beta, **options)
 
-    def run(running, tokens):
+    def run_mixer(running, tokens):
         q, k, v, g, beta = (x[None, :, None] for x in leaf[tokens].split([4, 4, 4, 1, 1], dim=1))
         gates = (-g[..., 0].exp(), beta[..., 0].sigmoid())
         out, _ = mixers.scan_delta(scan, running, q, k, v, *gates, use_qk_l2norm_in_kernel=True)
@@ -339,25 +341,25 @@ def test_deep_branches_need_few_calls(num_turns):
     leaf = table.clone().requires_grad_()
     weights = torch.randn(sum(map(len, own)), 1, 4, dtype=torch.float64)
     with in_double():
-        alone = torch.cat([run(running(len(ids)), ids)[:-1] for ids in documents])
+        alone = torch.cat([run_mixer(running(len(ids)), ids)[:-1] for ids in documents])
         expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]
         calls.clear()
         pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention_fields())
-        out = run(pack, batch["input_ids"][0])[torch.cat(own)]
-        found = torch.autograd.grad((out * weights).sum(), leaf)[0]
+        out = run_mixer(pack, batch["input_ids"][0])[torch.cat(own)]
+        gradient = torch.autograd.grad((out * weights).sum(), leaf)[0]
     levels = prefixes.levels_of(pack)[0]
     assert len(levels) == num_turns or num_turns > prefixes.MAX_LEVELS
     assert 1 < len(levels) <= prefixes.MAX_LEVELS
     assert len(calls) <= 2 * len(levels)
     assert (out - alone).abs().max() < 1e-13
-    assert (found - expected).abs().max() < 1e-12 < expected.abs().max()
+    assert (gradient - expected).abs().max() < 1e-12 < expected.abs().max()
     scanned = sum(rows.numel() for level in levels for rows in level.batches)
     assert scanned < sum(map(len, documents)), "packed whole, the scan has more rows"
     for level in levels:
         if level.parents is not None:
             level.parents.zero_()  # all go on from the beginning
     with in_double():
-        assert (run(pack, batch["input_ids"][0])[torch.cat(own)] - alone).abs().max() > 1e-3
+        assert (run_mixer(pack, batch["input_ids"][0])[torch.cat(own)] - alone).abs().max() > 1e-3
 
 
 def test_a_triton_kernel_without_a_gpu_is_named():

@@ -140,8 +140,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
     keys = pack[LAYOUT_KEY].kv_index if LAYOUT_KEY in pack else torch.arange(batch.num_computed)
     for rows in batch.rows.split(lengths):
         for place, row in enumerate(rows.tolist()):
-            run = int(np.searchsorted(bounds_q, row, side="right")) - 1
-            own = keys[bounds_k[run] : bounds_k[run + 1]].tolist()
+            own_run = int(np.searchsorted(bounds_q, row, side="right")) - 1
+            own = keys[bounds_k[own_run] : bounds_k[own_run + 1]].tolist()
             assert own[: own.index(row) + 1] == rows[: place + 1].tolist()
 
 
@@ -231,11 +231,11 @@ def test_other_calls_are_unchanged(name):
     model = build_tiny_model("llama").eval()
     wanted = model(**calls()[name])
     record = pack_forward(model)
-    found = model(**calls()[name])
-    assert torch.equal(found.logits, wanted.logits)
+    outputs = model(**calls()[name])
+    assert torch.equal(outputs.logits, wanted.logits)
     assert record.tokens.padded == 0
     if name == "with hidden states":
-        assert len(found.hidden_states) == len(wanted.hidden_states)
+        assert len(outputs.hidden_states) == len(wanted.hidden_states)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
@@ -325,17 +325,17 @@ def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
         with pytest.warns(
             UserWarning, match="(?s)computes a beginning that rows share once per row: on its first batch"
         ):
-            found = model(**batch, use_cache=False).logits
+            logits = model(**batch, use_cache=False).logits
         mask = batch["attention_mask"].bool()
-        assert torch.allclose(found[mask], wanted[mask], atol=1e-5)
+        assert torch.allclose(logits[mask], wanted[mask], atol=1e-5)
         assert record.tokens.computed == record.tokens.real == 54, "documents are packed whole"
 
         monkeypatch.setattr(packed_rows, "pack_rows", lambda *args: swapped(pack(*args)))
         record.remove()
         record = pack_forward(model)
         with pytest.warns(UserWarning, match="computes its rows with padding"):
-            found = model(**batch, use_cache=False).logits
-        assert torch.equal(found, wanted)
+            logits = model(**batch, use_cache=False).logits
+        assert torch.equal(logits, wanted)
         assert record.tokens.padded == 0
         assert "model: padded, because on its first batch, states of the pack differ" in record.summary()
 
@@ -372,8 +372,8 @@ def test_the_first_batch_of_each_kind_is_compared(kind, model_type, reason):
         for mask in map(torch.tensor, MASKS[kind]):
             ids = torch.randint(4, 250, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
             batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-            expected, found = (each(**batch).logits[mask.bool()] for each in (plain, model))
-            assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
+            expected, logits = (each(**batch).logits[mask.bool()] for each in (plain, model))
+            assert (expected - logits).abs().max() < 1e-5 * expected.abs().max()
     assert (rows.refusal is None) is (reason is None)
     assert reason is None or re.search(reason, rows.refusal)
     assert rows.tokens.computed > 0, "nothing was packed"
@@ -392,8 +392,8 @@ def test_eval_mode_is_compared_by_itself():
     assert rows.refusal is None
     assert rows.tokens.computed > 0
     with pytest.warns(UserWarning, match="on the first batch in eval mode with rows of up to"):
-        found = model.eval()(**batch).logits
-    assert torch.equal(found, plain.eval()(**batch).logits)
+        logits = model.eval()(**batch).logits
+    assert torch.equal(logits, plain.eval()(**batch).logits)
 
 
 def test_outputs_of_rows_are_refused():
@@ -407,21 +407,21 @@ def test_outputs_of_rows_are_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         record = pack_forward(model)
-        found = model(input_ids=ids * mask, attention_mask=mask).logits
-    assert torch.equal(found, expected)
+        logits = model(input_ids=ids * mask, attention_mask=mask).logits
+    assert torch.equal(logits, expected)
     assert record.rows["model"].refusal is not None
 
 
 def test_models_that_give_rewards_are_packed(tmp_path):
     """`Trainer` holds them in a list, with its own models in other attributes under other names."""
 
-    def run(packed):
+    def train_rows(packed):
         reward = build_model("reward", "llama")
         settings = {"reward_funcs": [reward], "reward_processing_classes": [build_tokenizer()], "max_steps": 2}
         return train("grpo", packed=packed, **settings)
 
-    stock = run(False)
-    packed = run(True)
+    stock = train_rows(False)
+    packed = train_rows(True)
     assert (stock[0] - packed[0]).abs().max() < EQUAL * stock[0].abs().max() != 0
     rows = packed[2].rows
     assert rows.keys() == {"model", "reward_funcs[0]"}
@@ -627,18 +627,18 @@ def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
     scale = references["stock"].abs().max()
     rounding = tolerance(float((references["regrouped"] - references["stock"]).abs().max() / scale))
     for name in on_ranks.RUNS[engine]:
-        found = ranks[engine, name]
-        assert found["engine"] == ENGINES[engine]
+        result = ranks[engine, name]
+        assert result["engine"] == ENGINES[engine]
         if name in references:
             continue
-        gap = float((found["weights"] - references[name.replace("packed", "stock")]).abs().max() / scale)
+        gap = float((result["weights"] - references[name.replace("packed", "stock")]).abs().max() / scale)
         print(f"{engine} {name}: weights differ by {gap:.1e}; rounding {rounding:.1e}")
         assert gap <= rounding
-        assert "padded, because" not in found["summary"]
-        assert "each row whole" not in found["summary"]
-        assert len(found["tokens"]) == 2
-        assert all(computed < real < padded for padded, real, computed in found["tokens"])
-        assert sum(found["logged"]) == found["tokens"][0][2]
+        assert "padded, because" not in result["summary"]
+        assert "each row whole" not in result["summary"]
+        assert len(result["tokens"]) == 2
+        assert all(computed < real < padded for padded, real, computed in result["tokens"])
+        assert sum(result["logged"]) == result["tokens"][0][2]
     change = (references["stock"] - start_weights()).abs().max()
     assert change > 1e-2, "nothing was trained, so nothing is compared"
 

@@ -49,11 +49,11 @@ COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16,
 
 def sorted_by_tokens(documents, block=1):
     def read(chosen, first, width):
-        found = np.full((len(chosen), width), arrays.END_TOKEN_KEY, dtype=">u4")
+        keys = np.full((len(chosen), width), arrays.END_TOKEN_KEY, dtype=">u4")
         for row, i in enumerate(chosen.tolist()):
             tokens = documents[i][first : first + width]
-            found[row, : len(tokens)] = tokens
-        return found
+            keys[row, : len(tokens)] = tokens
+        return keys
 
     return sort_by_tokens(np.array([len(document) for document in documents]), read, block)
 
@@ -77,25 +77,28 @@ def token_lists(draw):
     beginnings = draw(st.integers(0, 3))
     rng = np.random.default_rng(seed)
     starts = [rng.integers(0, letters, rng.integers(0, 60)) for _ in range(beginnings + 1)]
-    found = []
+    documents = []
     for _ in range(draw(st.integers(1, 30))):
         own = rng.integers(0, letters, rng.integers(1, 40))
-        found.append(np.concatenate([starts[rng.integers(len(starts))], own]))
+        documents.append(np.concatenate([starts[rng.integers(len(starts))], own]))
         if rng.random() < 0.3:
-            found.append(found[-1][: rng.integers(1, len(found[-1]) + 1)])
-    return found
+            documents.append(documents[-1][: rng.integers(1, len(documents[-1]) + 1)])
+    return documents
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), block=st.sampled_from([1, 10**6]), seed=st.integers(0, 2**32))
 def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     """Sort all documents rightly, and each group of them without reading a token."""
-    found = sorted_by_tokens(documents, block)
+    sorted_found = sorted_by_tokens(documents, block)
     order, common = naive_order(documents)
-    assert found.order.tolist() == order
-    assert found.common.tolist() == common
+    assert sorted_found.order.tolist() == order
+    assert sorted_found.common.tolist() == common
     lengths = np.array([len(document) for document in documents])
-    assert share_order(documents) == (order, shared_by_neighbours(found.common, lengths[found.order]).tolist())
+    assert share_order(documents) == (
+        order,
+        shared_by_neighbours(sorted_found.common, lengths[sorted_found.order]).tolist(),
+    )
     groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
     order = []
     common = []
@@ -103,9 +106,9 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
         own, shared = naive_order([documents[i] for i in members])
         order += members[own].tolist()
         common += shared if len(members) else []
-    found = found.within(groups)
-    assert found.order.tolist() == order
-    assert found.common.tolist() == common
+    sorted_found = sorted_found.within(groups)
+    assert sorted_found.order.tolist() == order
+    assert sorted_found.common.tolist() == common
 
 
 def test_no_token_is_read_beyond_the_first_difference_and_its_block():
@@ -150,20 +153,20 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
 def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
     lengths = np.full(60, 103)
-    found = sorted_by_tokens(documents)
+    sorted_found = sorted_by_tokens(documents)
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 100)
-    rows = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=150)
+    rows = make_pieces(sorted_found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=150)
     assert rows.rows.tolist() == [103 + 11 * 4] * 5
     assert rows.num_families == 1
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 4)
-    keys = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=250)  # at most 1000 keys
+    keys = make_pieces(sorted_found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=250)  # at most 1000 keys
     assert np.diff(keys.offsets).tolist() == [9] * 6 + [6]
     assert keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing
     lengths = np.arange(100, 200)
-    found = sorted_by_tokens([np.arange(n) for n in range(100, 200)])
-    assert len(make_pieces(found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
-    pieces = make_pieces(found, lengths, lengths - 1, cost_model=COSTS, room=300)
+    sorted_found = sorted_by_tokens([np.arange(n) for n in range(100, 200)])
+    assert len(make_pieces(sorted_found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
+    pieces = make_pieces(sorted_found, lengths, lengths - 1, cost_model=COSTS, room=300)
     targets = [int(lengths[members].sum()) - len(members) for members in np.split(pieces.order, pieces.offsets[1:-1])]
     most = TARGETS_PER_CAPACITY * 300
     assert most / 2 < min(sorted(targets)[1:])
@@ -180,15 +183,15 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
     documents += [documents[i] for i in rng.integers(0, len(documents), rng.integers(0, 40))]
     lengths = np.array([len(document) for document in documents])
     pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=COSTS, room=capacity)
-    found = np.split(pieces.order, pieces.offsets[1:-1])
-    tokens = [[tuple(documents[i]) for i in members] for members in found]
+    pieces_found = np.split(pieces.order, pieces.offsets[1:-1])
+    tokens = [[tuple(documents[i]) for i in members] for members in pieces_found]
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     assert all(len(row) == len(set(row)) for row in tokens)
-    given = rng.permutation(len(pieces))
-    order = pieces.visiting_order(given)
-    assert sorted(order.tolist()) == sorted(given.tolist())
+    start_order = rng.permutation(len(pieces))
+    order = pieces.visiting_order(start_order)
+    assert sorted(order.tolist()) == sorted(start_order.tolist())
     if len(set(map(tuple, documents))) == len(documents):
-        assert order.tolist() == given.tolist()
+        assert order.tolist() == start_order.tolist()
     # pieces with the same documents have the same original, behind which they are spread over the epoch
     for piece in range(len(pieces)):
         same = [other for other in range(len(pieces)) if tokens[other][0] == tokens[piece][0]]
@@ -207,13 +210,13 @@ def test_copies_of_a_row_are_not_one_update():
         return make_epochs(documents, "stream", 4, 256, share_prefixes=share_prefixes)
 
     def together(plan):
-        found = 0
+        num_repeated = 0
         for epoch in range(2):
             schedule = plan.schedule(epoch)
             for step in range(schedule.num_steps):
                 rows = schedule.step_documents(step) % len(once)
-                found += len(rows) - len(np.unique(rows))
-        return found / 2 / len(documents)
+                num_repeated += len(rows) - len(np.unique(rows))
+        return num_repeated / 2 / len(documents)
 
     family = planner("family")
     single = planner("family", sorted_documents(once)[1])
@@ -242,13 +245,13 @@ def chats(num=60, seed=0, beginning=20, longest=250):
     """Return samples of chats, one per turn, shuffled, as tokens."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, 100, beginning)
-    found = []
+    rows = []
     for _ in range(num):
         chat = np.concatenate([prompt, rng.integers(0, 100, 300)])
         for turn in range(rng.integers(1, 8)):
             own = rng.integers(0, 100, rng.integers(1, 20))
-            found.append(np.concatenate([chat[: 40 + 30 * turn], own])[:longest])
-    return [found[i] for i in rng.permutation(len(found))]
+            rows.append(np.concatenate([chat[: 40 + 30 * turn], own])[:longest])
+    return [rows[i] for i in rng.permutation(len(rows))]
 
 
 def sorted_documents(tokens, max_length=256, **columns):
@@ -276,9 +279,9 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         plan = make_epochs(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
         schedule, units = of_units(plan)
         modelled, exchange = modelled_time(schedule, units, plan.packing.parallel)
-        found = make_report(plan, reader).shared
-        assert found.exchange_share == pytest.approx(exchange.sum() / modelled.sum())
-        assert found.largest_part <= 64
+        savings = make_report(plan, reader).shared
+        assert savings.exchange_share == pytest.approx(exchange.sum() / modelled.sum())
+        assert savings.largest_part <= 64
         seconds[share_prefixes], rows[share_prefixes] = modelled.sum(), units.rows.sum()
     assert rows["family"] < 0.7 * rows["off"]
     assert seconds["family"] < 0.7 * seconds["off"]
@@ -335,8 +338,8 @@ def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [row.tolist() for row in tokens]}).select([2, 0, 1]))
     end = arrays.END_TOKEN_KEY
-    found = reader.read_first_tokens(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
-    assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
+    values = reader.read_first_tokens(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
+    assert values.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("parts", [{}, {"batch_size": 1, "tokens_per_rank": 128}], ids=["ranks", "groups"])
@@ -369,16 +372,16 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
 
 
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):
-    given = {"batch_size": 2, "accumulation": 2, "world_size": 2} | changes
-    plan = make_epochs(documents, "stream", max_length=256, share_prefixes=share_prefixes, **given)
-    found = make_report(plan, reader)
+    settings = {"batch_size": 2, "accumulation": 2, "world_size": 2} | changes
+    plan = make_epochs(documents, "stream", max_length=256, share_prefixes=share_prefixes, **settings)
+    packing_report = make_report(plan, reader)
     if share_prefixes != "family":  # as `trl-packfix plan` does
-        found = replace(found, prefixes=savings.estimated_savings(plan, reader))
-    return found, plan
+        packing_report = replace(packing_report, prefixes=savings.estimated_savings(plan, reader))
+    return packing_report, plan
 
 
-def line(found):
-    return dict(found.lines()).get("common prefixes")
+def line(packing_report):
+    return dict(packing_report.lines()).get("common prefixes")
 
 
 def share_in_packs(plan):
@@ -389,19 +392,19 @@ def share_in_packs(plan):
 
 
 def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
-    found, plan = report("family")
+    packing_report, plan = report("family")
     schedule, pieces = of_units(plan)
     steps = map(plan.schedule(0).step_documents, range(plan.num_steps))
     per_step = np.mean([len(set(pieces.family[documents].tolist())) for documents in steps])
-    assert found.prefixes.rows == pytest.approx(share_in_packs(plan))
-    assert found.prefixes.rows < 0.55
-    assert found.prefixes.families_per_step == pytest.approx(per_step)
-    assert line(found) == (
-        f"{found.prefixes.rows:.2f} of the tokens are computed, {len(TOKENS):,} documents in {pieces.num_families} "
-        f"families; an optimizer step has about {per_step:,.1f} of them"
+    assert packing_report.prefixes.rows == pytest.approx(share_in_packs(plan))
+    assert packing_report.prefixes.rows < 0.55
+    assert packing_report.prefixes.families_per_step == pytest.approx(per_step)
+    assert line(packing_report) == (
+        f"{packing_report.prefixes.rows:.2f} of the tokens are computed, {len(TOKENS):,} documents in "
+        f"{pieces.num_families} families; an optimizer step has about {per_step:,.1f} of them"
     )
-    assert "families per step (unpacked: 8 documents)" in dict(found.lines())["against unpacked"]
-    assert found.imbalance == pytest.approx(imbalance(schedule, pieces.costs(), "micro"))
+    assert "families per step (unpacked: 8 documents)" in dict(packing_report.lines())["against unpacked"]
+    assert packing_report.imbalance == pytest.approx(imbalance(schedule, pieces.costs(), "micro"))
 
 
 def test_a_step_with_few_families_is_told_what_to_raise():
@@ -416,18 +419,18 @@ def test_a_step_with_few_families_is_told_what_to_raise():
 
 @pytest.mark.parametrize("name", ["off", "pack"])
 def test_the_report_says_what_another_setting_would_save(name):
-    found, plan = report(name, batch_size=4)
+    packing_report, plan = report(name, batch_size=4)
     share = share_in_packs(plan)
     pieces = report("family", batch_size=4)[1].units()
     planned = pieces.rows.sum() / DOCUMENTS.lengths.sum()
-    assert (found.prefixes.in_packs, found.prefixes.in_families) == pytest.approx((share, planned))
+    assert (packing_report.prefixes.in_packs, packing_report.prefixes.in_families) == pytest.approx((share, planned))
     families = f'"family" {planned:.2f} ({len(TOKENS):,} documents in {pieces.num_families} families)'
-    assert line(found) == (
+    assert line(packing_report) == (
         f'not shared; share_prefixes would compute: "pack" {share:.2f} of the tokens, {families}'
         if name == "off"
         else f"{share:.2f} of the tokens are computed; with share_prefixes={families}"
     )
-    assert found.prefixes.rows == (1.0 if name == "off" else found.prefixes.in_packs)
+    assert packing_report.prefixes.rows == (1.0 if name == "off" else packing_report.prefixes.in_packs)
 
 
 def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkeypatch):
@@ -437,11 +440,11 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
     for name, number in (("NUM_PACKS", 4), ("NUM_STRETCHES", 2), ("STRETCH_LENGTH", 50)):
         monkeypatch.setattr(savings, name, number)
     together = sorted_documents(sorted(TOKENS, key=sort_key))
-    found = report("off", *together, batch_size=1, accumulation=1, world_size=1)[0]
-    assert "(estimated from 4 packs)" in line(found)
-    assert "(100 documents in " in line(found)
-    assert "neighbours in the table, as an estimate)" in line(found)
-    assert found.prefixes.in_families == pytest.approx(whole, abs=0.1)
+    packing_report = report("off", *together, batch_size=1, accumulation=1, world_size=1)[0]
+    assert "(estimated from 4 packs)" in line(packing_report)
+    assert "(100 documents in " in line(packing_report)
+    assert "neighbours in the table, as an estimate)" in line(packing_report)
+    assert packing_report.prefixes.in_families == pytest.approx(whole, abs=0.1)
 
 
 def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(caplog):
@@ -461,20 +464,20 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
     read: list[int] = []
     monkeypatch.setattr(TokenReader, "read_first_tokens", lambda self, *args, **kwargs: read.append(1))
     settings = {"max_length": 96, "per_device_train_batch_size": 4, "max_steps": 2}
-    found = build_trainer(tmp_path, forest(), share_prefixes=name, **settings)
-    found.train()
-    shares = [entry["computed_share"] for entry in found.state.log_history if "computed_share" in entry]
+    trainer = build_trainer(tmp_path, forest(), share_prefixes=name, **settings)
+    trainer.train()
+    shares = [entry["computed_share"] for entry in trainer.state.log_history if "computed_share" in entry]
     assert not read
-    assert "packing/computed_share" not in str(found.state.log_history)
+    assert "packing/computed_share" not in str(trainer.state.log_history)
     if name == "off":
-        assert line(found.packing_report) is None
+        assert line(trainer.packing_report) is None
         assert not shares
     else:
         said = "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-        assert line(found.packing_report) == said
+        assert line(trainer.packing_report) == said
         assert max(shares) < 0.85
     with pytest.raises(TypeError):  # the guard: an estimate reads them
-        savings.estimated_savings(found.data.source.planner, found.data.source.reader)
+        savings.estimated_savings(trainer.data.source.planner, trainer.data.source.reader)
     assert read
 
 
@@ -484,9 +487,9 @@ def test_plan_forecasts_what_sharing_computes(tmp_path, capsys):
     plans = {}
     for name in ("off", "pack", "family"):
         assert main([*words, "--share_prefixes", name, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        (plans[name],) = found["plans"]
-        assert "Common prefixes: " in found["reasons"][-1]
+        output = json.loads(capsys.readouterr().out)
+        (plans[name],) = output["plans"]
+        assert "Common prefixes: " in output["reasons"][-1]
     shares = {name: plan["prefixes"]["rows"] for name, plan in plans.items()}
     assert shares["off"] == 1 > shares["pack"] > shares["family"] + 0.05
     assert plans["pack"]["num_packs"] == plans["off"]["num_packs"] > plans["family"]["num_packs"]
@@ -532,9 +535,9 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
         assert ("ranks" in pack) == ("tokens-per-rank" in ranks)
         for rank in pack.get("ranks", []):
             first, stop = rank["tokens"]
-            runs = batch["seq_idx"][0, first:stop].unique().numpy()
+            own_runs = batch["seq_idx"][0, first:stop].unique().numpy()
             assert stop - first <= 64
-            assert rank["documents"] == np.flatnonzero(rows)[runs].tolist()
+            assert rank["documents"] == np.flatnonzero(rows)[own_runs].tolist()
         assert pack["cu_seq_lens"][-1] == batch["input_ids"].shape[1] < layout.lengths.sum()
     assert num_without_rows, "every document has a row, so runs and documents have the same numbers"
     assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
@@ -544,16 +547,16 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
 
 
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
-    found, _ = report("family")
-    for each in found.sample.packs:
+    packing_report, _ = report("family")
+    for each in packing_report.sample.packs:
         assert each.cu_seq_lens[-1] == sum(document.num_rows for document in each.documents)
-    pack = found.sample.packs[0]
+    pack = packing_report.sample.packs[0]
     assert pack.cu_seq_lens[-1] < 0.8 * sum(document.num_tokens for document in pack.documents)
     for document, path in zip(pack.documents, ranges_of_seen_rows(pack), strict=True):
         rows = np.concatenate([np.arange(first, end) for first, end in path])
         assert len(rows) == document.shared + document.num_rows
         assert (np.diff(rows) > 0).all()
-    strips, mask, *_ = found.plot().axes
+    strips, mask, *_ = packing_report.plot().axes
     areas = {3: 0.0, 4: 0.0}
     for patch in mask.patches:
         corners = patch.get_xy()[:-1]

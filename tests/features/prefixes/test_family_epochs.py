@@ -48,33 +48,33 @@ def test_a_pack_has_at_most_the_rows_that_were_planned(strategy, num, seed, batc
 
 def find_pieces(monkeypatch, strategy, epochs, **settings):
     """Return the units of some epochs, and the arguments with which families were cut into pieces."""
-    given = []
+    calls = []
     monkeypatch.setattr(EpochPlanner, "num_steps", 3, raising=False)
     monkeypatch.setattr(EpochPlanner, "__post_init__", lambda planner: None)
 
     def make_pieces(planner, tokens, splits_copies=True):
-        given.append((tokens.order.tolist(), splits_copies))
-        return f"pieces {len(given)}"
+        calls.append((tokens.order.tolist(), splits_copies))
+        return f"pieces {len(calls)}"
 
     monkeypatch.setattr(families, "make_family_pieces", make_pieces)
     lengths = np.full(10, 10)
     tokens = TokenOrder(np.arange(10), np.full(10, 5))
     documents = Documents(np.arange(10), 0 * lengths, lengths, lengths - 1, Ledger(), token_order=tokens)
     planner = make_epochs(documents, strategy, batch_size=2, accumulation=2, **settings)
-    return [planner.units(epoch) for epoch in epochs], given
+    return [planner.units(epoch) for epoch in epochs], calls
 
 
 def test_units_are_families_where_they_are_shared(monkeypatch):
-    (units,), given = find_pieces(monkeypatch, "minibatch", (0,))
+    (units,), calls = find_pieces(monkeypatch, "minibatch", (0,))
     assert units.rows.tolist() == [10] * 10
-    assert given == []
-    units, given = find_pieces(monkeypatch, "stream", (0, 1), share_prefixes="family")
+    assert calls == []
+    units, calls = find_pieces(monkeypatch, "stream", (0, 1), share_prefixes="family")
     assert units == ["pieces 1", "pieces 1"]
-    assert given == [([*range(10)], True)]
-    units, given = find_pieces(monkeypatch, "minibatch", (0, 1), share_prefixes="family")
+    assert calls == [([*range(10)], True)]
+    units, calls = find_pieces(monkeypatch, "minibatch", (0, 1), share_prefixes="family")
     assert units == ["pieces 1", "pieces 2"]
-    assert [splits_copies for _, splits_copies in given] == [False, False]
-    for epoch, (order, _) in enumerate(given):  # the documents of a step are neighbours
+    assert [splits_copies for _, splits_copies in calls] == [False, False]
+    for epoch, (order, _) in enumerate(calls):  # the documents of a step are neighbours
         steps = unpacked_order(10, 0, epoch).tolist()
         assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [sorted(steps[i : i + 4]) for i in (0, 4, 8)]
 

@@ -41,8 +41,8 @@ def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None)
             of_chunk = torch.arange(d - c) // chunk
             visible &= of_chunk[-(b - a) :, None] == of_chunk
         keys = shared.kv_index[c:d]
-        given = query[:, :, a:b], key[:, :, keys], value[:, :, keys], visible
-        outs.append(math_attention(*given, scale=scale, sinks=sinks))
+        inputs = query[:, :, a:b], key[:, :, keys], value[:, :, keys], visible
+        outs.append(math_attention(*inputs, scale=scale, sinks=sinks))
     return torch.cat(outs, dim=2)
 
 
@@ -54,12 +54,12 @@ def differences(attend, shared, dtype=torch.float64, sinks=False, **features):
     *states, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     logits = torch.randn(4, generator=generator, dtype=torch.float64)
 
-    def run(attend, dtype):
+    def outputs_of(attend, dtype):
         leaves = [x.to(dtype).requires_grad_() for x in (*states, *([logits] if sinks else []))]
         out = attend(*leaves[:3], shared, scale=0.5, sinks=leaves[3] if sinks else None, **features)
         return [x.double() for x in (out, *torch.autograd.grad(out, leaves, weights.to(dtype)))]
 
-    pairs = zip(run(attend, dtype), run(dense, torch.float64), strict=True)
+    pairs = zip(outputs_of(attend, dtype), outputs_of(dense, torch.float64), strict=True)
     return [((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
 
 
@@ -197,7 +197,7 @@ def shared_loss(model, batch):
     """Return the loss summed over the trained tokens of all documents, and the logits."""
     shared = batch[LAYOUT_KEY]
     labels = batch["labels"][0]
-    logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[0]
     return nn.functional.cross_entropy(
         logits[shared.target_rows - 1], labels[shared.target_rows], reduction="sum"
     ), logits
@@ -265,11 +265,13 @@ def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_t
 def test_modules_see_no_boundaries_of_runs(tiny_model):
     """Modules that read `cu_seq_lens_q` would take runs for documents."""
     model, _ = prepared(tiny_model, "llama")
-    seen = []
-    model.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
+    arguments = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: arguments.append(set(kwargs)), with_kwargs=True
+    )
     shared_loss(model, PrefixCollator(min_shared=1)(forest()))
-    assert seen
-    assert not any("seq_lens" in name or name == "seq_idx" for name in seen[0])
+    assert arguments
+    assert not any("seq_lens" in name or name == "seq_idx" for name in arguments[0])
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
@@ -288,7 +290,7 @@ def test_positions_never_say_where_documents_begin():
     for _ in range(50):
         documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
         batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
-        if LAYOUT_KEY in batch and any(run.num_earlier_keys for run in runs_of(pack_of(batch))):
+        if LAYOUT_KEY in batch and any(own_run.num_earlier_keys for own_run in runs_of(pack_of(batch))):
             refused += 1
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])

@@ -69,9 +69,9 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     packed = packed_model(model)
     packed.prove(model)
     monkeypatch.setattr(prefix_probe, "PrefixCollator", Faulty)
-    found = check_packs(model, 64, feature=PrefixSharing("pack"))
-    assert not (found.isolated and found.equal)
-    assert found.max_difference > 100 * found.tolerance
+    report = check_packs(model, 64, feature=PrefixSharing("pack"))
+    assert not (report.isolated and report.equal)
+    assert report.max_difference > 100 * report.tolerance
     packed.feature_is_proved = True  # as where only parts are wrong
     with pytest.raises(PackingLeakError, match=r"share prefixes were packed, 1 ranks shared.*off.*tokens_per_rank"):
         packed.prove_degree(model, 1)
@@ -94,11 +94,11 @@ def test_the_probe_sees_keys_without_a_gradient():
     for layer in model.model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_shared)
         layer.self_attn.k_proj.register_forward_hook(detach_shared)
-    found = check_packs(model, 64, feature=PrefixSharing("pack"))
-    assert found.equal
-    assert found.max_difference < found.tolerance
-    assert found.max_gradient > 1e-2
-    assert not found.isolated
+    report = check_packs(model, 64, feature=PrefixSharing("pack"))
+    assert report.equal
+    assert report.max_difference < report.tolerance
+    assert report.max_gradient > 1e-2
+    assert not report.isolated
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
@@ -147,20 +147,20 @@ def rows_trained(folder, **settings):
 def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
     logging.set_verbosity_warning()
     _, whole = rows_trained(tmp_path / "off")
-    run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
-    assert run.data.shares_rows
-    assert run.packed_model.feature_is_proved
+    trainer, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
+    assert trainer.data.shares_rows
+    assert trainer.packed_model.feature_is_proved
     assert all(a < b for a, b in zip(shared, whole, strict=True))
     bloom = zoo.build_model("bloom")
     bloom.resize_token_embeddings(300)
     with caplog.at_level("WARNING"):
         logging.get_logger("trl_packfix").propagate = True
-        run, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
-    assert not run.data.shares_rows
+        trainer, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
+    assert not trainer.data.shares_rows
     assert unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text
     assert "repaired" in caplog.text
-    assert dict(run.packing_report.lines())["common prefixes"].startswith("not shared: these modules are repaired")
+    assert dict(trainer.packing_report.lines())["common prefixes"].startswith("not shared: these modules are repaired")
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")

@@ -27,25 +27,25 @@ OURS = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
 COLUMNS = {"weight_column": "share", "source_column": "source"}
 
 
-def run(plant=None, **more):
+def run_training(plant=None, **more):
     """Train five steps, and return the trainer and its trained weights."""
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = build_trainer(folder, DOCUMENTS, **(OURS | SGD | more))
-        found.remove_callback(PrinterCallback)
+        trainer = build_trainer(folder, DOCUMENTS, **(OURS | SGD | more))
+        trainer.remove_callback(PrinterCallback)
         if plant is not None:
-            plant(found)
-        found.train()
-    return found, trained_weights(found)
+            plant(trainer)
+        trainer.train()
+    return trainer, trained_weights(trainer)
 
 
-def trained_weights(found) -> torch.Tensor:
-    return torch.cat([p.detach().double().flatten() for p in found.model.parameters() if p.requires_grad])
+def trained_weights(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
-def logged(found, name: str) -> list[float]:
+def logged(trainer, name: str) -> list[float]:
     """Return the value of every step, None where it was not logged."""
-    return [entry.get(name) for entry in found.state.log_history if "loss" in entry]
+    return [entry.get(name) for entry in trainer.state.log_history if "loss" in entry]
 
 
 # What is counted
@@ -53,14 +53,14 @@ def logged(found, name: str) -> list[float]:
 
 def test_flops_are_those_of_the_computed_tokens(tmp_path):
     """Count for a token what it adds to the cost of its document, and count a shared token once."""
-    found = build_trainer(tmp_path, DOCUMENTS, **OURS | SGD)
+    trainer = build_trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
-    found.training_objective.count_batch(batch, shared, shared.trained)
-    ((names, sums),) = found.training_objective.totals._pending.items()
+    trainer.training_objective.count_batch(batch, shared, shared.trained)
+    ((names, sums),) = trainer.training_objective.totals._pending.items()
     sums = dict(zip(names, sums.tolist(), strict=True))
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
-    costs = [training_flops(found.data.cost_model, lengths, 1.0).sum() for lengths in (positions, positions + 1)]
+    costs = [training_flops(trainer.data.cost_model, lengths, 1.0).sum() for lengths in (positions, positions + 1)]
     assert sums["flops"] == pytest.approx((costs[1] - costs[0]).item(), rel=1e-12)
     assert sums["computed"] == len(positions) < sums["row_tokens"] == batch["labels"].numel()
     assert sums["tokens"] == shared.lengths.sum().item() > 1.2 * sums["computed"]
@@ -72,12 +72,12 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
 
 
 def test_evaluation_mode_does_not_compute_a_loss_of_rows(tmp_path):
-    found = build_trainer(tmp_path, DOCUMENTS, **OURS | SGD)
-    batch = next(iter(found.get_train_dataloader()))
+    trainer = build_trainer(tmp_path, DOCUMENTS, **OURS | SGD)
+    batch = next(iter(trainer.get_train_dataloader()))
     assert shared_prefixes([batch])
-    found.model.eval()
+    trainer.model.eval()
     with pytest.raises(ValueError, match=r"8 documents in \d+ rows, came to `compute_loss`.*Use `trainer.evaluate"):
-        found.compute_loss(found.model, batch)
+        trainer.compute_loss(trainer.model, batch)
 
 
 # Switched off before the first step
@@ -91,17 +91,17 @@ class Refuses(TrainerCallback):
 
 
 def test_switched_off_before_the_first_step_nothing_is_shared():
-    def refuse(found):
+    def refuse(trainer):
         refuses = Refuses()
-        refuses.trainer = found
-        found.add_callback(refuses)
+        refuses.trainer = trainer
+        trainer.add_callback(refuses)
 
-    _, off = run(share_prefixes="off")
+    _, off = run_training(share_prefixes="off")
     for workers in (0, 1):
-        found, after = run(refuse, dataloader_num_workers=workers)
+        finished, after = run_training(refuse, dataloader_num_workers=workers)
         assert torch.equal(after, off)
-        assert logged(found, "computed_share") == [1.0] * 5
-    (shared, after), (_, with_workers) = (run(dataloader_num_workers=workers) for workers in (0, 1))
+        assert logged(finished, "computed_share") == [1.0] * 5
+    (shared, after), (_, with_workers) = (run_training(dataloader_num_workers=workers) for workers in (0, 1))
     assert torch.equal(after, with_workers)
     assert max(logged(shared, "computed_share")) < 0.85
 
@@ -112,30 +112,30 @@ def test_switched_off_before_the_first_step_nothing_is_shared():
 def evaluated(folder, **settings):
     """Evaluate, and return the run, its metrics, the rows that were computed and the number of batches."""
     settings = {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings
-    given = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}} | OURS | SGD | COLUMNS
-    found = build_trainer(folder, DOCUMENTS, **given | settings)
-    found.evaluate()
-    batches = list(found.get_eval_dataloader())
+    settings_of_rows = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}} | OURS | SGD | COLUMNS
+    trainer = build_trainer(folder, DOCUMENTS, **settings_of_rows | settings)
+    trainer.evaluate()
+    batches = list(trainer.get_eval_dataloader())
     rows = sum(batch["labels"].numel() for batch in batches)
-    return found, found.state.log_history[-1], rows, len(batches)
+    return trainer, trainer.state.log_history[-1], rows, len(batches)
 
 
 def test_evaluation_brings_families_together(tmp_path):
     _, whole, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
-    found, shared, rows, num_shared = evaluated(tmp_path, share_prefixes="family")
+    trainer, shared, rows, num_shared = evaluated(tmp_path, share_prefixes="family")
     names = [name for name in whole if name.startswith("eval_") and not name.endswith(("time", "second"))]
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a", "eval_trained_tokens/c"} <= {*names}
     assert {name: shared[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
     # Packed as it comes, the set shares less
-    data = found.eval_dataset.to_list()
-    lengths = [len(ids) for ids in found.eval_dataset["input_ids"]]
+    data = trainer.eval_dataset.to_list()
+    lengths = [len(ids) for ids in trainer.eval_dataset["input_ids"]]
     plan = plan_packs(lengths, 4 * 96, "bfd")
     unsorted = [
         PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in np.split(plan.order, plan.offsets[1:-1])
     ]
     assert rows < 0.9 * sum(unsorted) < tokens
     assert num_shared < num_whole
-    batches = list(found.get_eval_dataloader())
+    batches = list(trainer.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
     num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT_KEY not in batch)
     assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
@@ -156,11 +156,11 @@ def test_losses_of_the_user_are_evaluated_whole(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
-    given = {"trainer_class": Doubled, "trainer_kwargs": {"eval_dataset": forest(20, seed=3)}}
-    found = build_trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
-    batches = list(found.get_eval_dataloader())
+    settings = {"trainer_class": Doubled, "trainer_kwargs": {"eval_dataset": forest(20, seed=3)}}
+    trainer = build_trainer(tmp_path, DOCUMENTS, **settings, **OURS | SGD)
+    batches = list(trainer.get_eval_dataloader())
     assert not shared_prefixes(batches)
-    assert shared_prefixes(list(found.get_train_dataloader()))
+    assert shared_prefixes(list(trainer.get_train_dataloader()))
 
 
 def test_documents_with_other_labels_do_not_share(tmp_path):
@@ -168,9 +168,9 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
     stem = list(range(5, 75))
     rows = [{"input_ids": [*stem, 80 + i, 90], "labels": [*stem, 80 + i, 90 - i % 2]} for i in range(8)]
     data = Dataset.from_list(rows)
-    given = {"trainer_kwargs": {"eval_dataset": data}, "per_device_eval_batch_size": 1}
-    found = build_trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
-    batches = list(found.get_eval_dataloader())
+    settings = {"trainer_kwargs": {"eval_dataset": data}, "per_device_eval_batch_size": 1}
+    trainer = build_trainer(tmp_path, DOCUMENTS, **settings, **OURS | SGD)
+    batches = list(trainer.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 96
 
 

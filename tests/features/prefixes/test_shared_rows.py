@@ -37,7 +37,7 @@ def test_the_router_statistic_counts_a_row_once_for_each_document():
     logits = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))  # of each token
     every = torch.cat([logits[document["input_ids"]] for document in documents])
     counts = layout.row_counts(layout.trained)
-    found = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts)
-    assert found.item() == pytest.approx(load_balancing_loss_func((every,), 4, 2).item(), rel=1e-6)
+    loss = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts)
+    assert loss.item() == pytest.approx(load_balancing_loss_func((every,), 4, 2).item(), rel=1e-6)
     once = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts.clamp(max=1))
-    assert once.item() != pytest.approx(found.item(), rel=1e-4)
+    assert once.item() != pytest.approx(loss.item(), rel=1e-4)

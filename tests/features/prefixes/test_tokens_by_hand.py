@@ -45,34 +45,34 @@ def documents_at(start=(0, 0, 1, 0, 0)):
 
 
 def test_documents_are_sorted_by_their_tokens():
-    found = token_order(Tokens(ROWS), documents_at())
-    assert found.order.tolist() == [4, 0, 3, 2, 1]
-    assert found.common.tolist() == [0, 0, 3, 2, 2]
-    found = token_order(Tokens(ROWS, alone=[0, 4]), documents_at())
-    assert found.order.tolist() == [3, 2, 1, 0, 4]
-    assert found.common.tolist() == [0, 2, 2, 0, 0]
-    found = token_order(Tokens(ROWS), documents_at(), np.array([2, 1]))
-    assert found.order.tolist() == [2, 1]
-    assert found.common.tolist() == [0, 2]
+    token_order_found = token_order(Tokens(ROWS), documents_at())
+    assert token_order_found.order.tolist() == [4, 0, 3, 2, 1]
+    assert token_order_found.common.tolist() == [0, 0, 3, 2, 2]
+    token_order_found = token_order(Tokens(ROWS, alone=[0, 4]), documents_at())
+    assert token_order_found.order.tolist() == [3, 2, 1, 0, 4]
+    assert token_order_found.common.tolist() == [0, 2, 2, 0, 0]
+    token_order_found = token_order(Tokens(ROWS), documents_at(), np.array([2, 1]))
+    assert token_order_found.order.tolist() == [2, 1]
+    assert token_order_found.common.tolist() == [0, 2]
 
 
 def test_long_common_beginnings_are_read_to_their_end():
     rows = [[1] * 900 + [2], [1] * 901, [1] * 700 + [2] * 300]
     lengths = np.array([901, 901, 1000])
     documents = Documents(np.arange(3), np.zeros(3, int), lengths, lengths, Ledger())
-    found = token_order(Tokens(rows), documents)
-    assert found.order.tolist() == [1, 0, 2]
-    assert found.common.tolist() == [0, 900, 700]
+    token_order_found = token_order(Tokens(rows), documents)
+    assert token_order_found.order.tolist() == [1, 0, 2]
+    assert token_order_found.common.tolist() == [0, 900, 700]
 
 
 def test_a_common_beginning_ends_before_an_image_but_not_between_copies():
-    found = token_order(Images(ROWS, ends=1), documents_at())
-    assert found.order.tolist() == [4, 0, 3, 2, 1]
-    assert found.common.tolist() == [0, 0, 3, 1, 1]
-    found = token_order(Images(ROWS, ends=1), documents_at(), np.array([], dtype=np.int64))
-    assert len(found.order) == 0
-    found = token_order(
+    token_order_found = token_order(Images(ROWS, ends=1), documents_at())
+    assert token_order_found.order.tolist() == [4, 0, 3, 2, 1]
+    assert token_order_found.common.tolist() == [0, 0, 3, 1, 1]
+    token_order_found = token_order(Images(ROWS, ends=1), documents_at(), np.array([], dtype=np.int64))
+    assert len(token_order_found.order) == 0
+    token_order_found = token_order(
         Images([[5], [5], [5, 5]], ends=0),
         Documents(*(np.arange(3), np.zeros(3, int), *(np.array([1, 1, 2]),) * 2), Ledger()),
     )
-    assert found.common.tolist() == [0, 0, 1]
+    assert token_order_found.common.tolist() == [0, 0, 1]

@@ -32,8 +32,8 @@ def check(holds, message):
 
 
 def count(kernel, **boundaries):
-    given = [name for name, value in boundaries.items() if value is not None]
-    calls[f"{kernel}({', '.join(given)})"] += 1
+    names = [name for name, value in boundaries.items() if value is not None]
+    calls[f"{kernel}({', '.join(names)})"] += 1
 
 
 def wide(*tensors):
@@ -91,8 +91,8 @@ def delta_rule(query, key, value, g, beta, scale, initial_state, cu_seqlens, nor
             none = query.new_zeros(rows, heads, width, depth)
             states[number] = none if initial_state is None else initial_state[one].to(query.dtype)
         state = states[number] * decay[:, t]
-        seen = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
-        change = (value[:, t] - seen) * beta[:, t, :, None]
+        known = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        change = (value[:, t] - known) * beta[:, t, :, None]
         states[number] = state + key[:, t, :, :, None] * change[:, :, None]
         outs.append(torch.einsum("bhkv,bhk->bhv", states[number], query[:, t]))
     return torch.stack(outs, dim=1), torch.cat(list(states.values()))

@@ -18,13 +18,13 @@ def causal_conv1d_bwd_function(
     assert initial_states is None
     assert dfinal_states is None
     assert not return_dinitial_states
-    given = [x, weight] if bias is None else [x, weight, bias]
+    inputs = [x, weight] if bias is None else [x, weight, bias]
     with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in given]
+        leaves = [each.detach().requires_grad_() for each in inputs]
         out = causal_conv1d_fwd_function(
             *leaves[:2], None if bias is None else leaves[2], seq_idx, None, None, silu_activation
         )
-        found = torch.autograd.grad(out, leaves, dout)
+        gradients = torch.autograd.grad(out, leaves, dout)
     if dx is not None:  # where the caller wants it
-        found = (dx.copy_(found[0]), *found[1:])
-    return (*found, *[None] * (4 - len(found)))
+        gradients = (dx.copy_(gradients[0]), *gradients[1:])
+    return (*gradients, *[None] * (4 - len(gradients)))

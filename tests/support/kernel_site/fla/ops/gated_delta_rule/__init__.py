@@ -6,7 +6,7 @@ import strict
 def delta_rule(name, shape_of_decays):
     """Return a kernel with the arguments of both rules. transformers passes on only those that the signature has."""
 
-    def run(
+    def compute(
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
         use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
         lower_bound=None, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **others,
@@ -35,7 +35,7 @@ def delta_rule(name, shape_of_decays):
         out, final = strict.delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
         return out.to(q.dtype), final if output_final_state else None
 
-    return run
+    return compute
 
 
 def fused_recurrent_gated_delta_rule(q, k, v, **kwargs):
