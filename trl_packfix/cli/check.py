@@ -91,7 +91,7 @@ def run_check(args: argparse.Namespace) -> int:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         show_lines("Isolation check", result.lines())
-    return 0 if result.in_training.passed else 1
+    return 0 if result.in_training.passed else 1  # the test of what training runs, perhaps repaired or unpacked
 
 
 def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_json: bool) -> int:

@@ -1,7 +1,8 @@
 """Check one model as training would: load it, choose its attention, run the leak probe, and repair it if it leaks.
 
 `trl-packfix check` (`check.py`) calls `check_model`. A *leak* is a document in a pack that changes the outputs or the
-gradients of another document. `PackedModel` (`isolation/packed_model.py`) finds leaks and repairs them.
+gradients of another document. `PackedModel` (`isolation/packed_model.py`) finds leaks with a test, the *leak probe*,
+and repairs them: each leaking module then gets one document at a time.
 """
 
 import time
@@ -180,7 +181,7 @@ def check_model(
     # First test the model as it is: with "raise" it is not repaired. If it leaks and `on_leak` says so, test it again
     # with a repair or without packing.
     packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise", **settings)
-    as_it_is = packed.prove(model)
+    as_it_is = packed.prove(model)  # the report of the leak probe
     in_training = as_it_is
     if not packed.is_proved and on_leak != "raise":
         packed.restore_own_attention()
@@ -201,7 +202,7 @@ def check_model(
         is_unpacked=packed.is_unpacked,
         repaired=[str(repair) for repair in packed.repaired],
         implementations=attention_obstacles(base),
-        missing_packages=mixer_support().missing_packages(base),
+        missing_packages=mixer_support().missing_packages(base),  # mixers: recurrent layers, such as Mamba's
         seconds=time.perf_counter() - start_time,
     )
 

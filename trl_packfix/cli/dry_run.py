@@ -116,6 +116,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
         return None
     for name in flags.data:
         print(f"Reading {name}", file=sys.stderr)
+    # Without a model, documents cost what they cost on a Llama with 7B parameters
     return DryRun(settings, reader, LLAMA_7B, "max_length" in values)
 
 
@@ -139,7 +140,7 @@ def read_run_with_configs(
 
     reader = read_documents(configs, tokenizer)
     costs = make_cost_model(model_config)
-    if reader.image_counts is not None:
+    if reader.image_counts is not None:  # the rows have images, so the costs of the vision tower are added
         lora: Any = get_peft_config(configs.model)  # None without `--use_peft`
         costs = with_tower(costs, model_config, lora=lora)
     return DryRun(configs.training, reader, costs, "max_length" in configs.names_set, configs)
@@ -191,7 +192,7 @@ def _read_lengths_or_tokens(names: Sequence[str]) -> RowReader | None:
     table = load_local(names[0])
     if not isinstance(table, Dataset) or not {"input_ids"} <= {*table.column_names} <= TOKEN_COLUMNS:
         return None
-    check_id_range(table)
+    check_id_range(table)  # refuses negative token ids and ids too large for any vocabulary
     return TokenReader(table)
 
 

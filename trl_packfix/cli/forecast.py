@@ -128,6 +128,7 @@ def make_forecasts(
             # A report of training has no such estimates, because they read tokens
             report = replace(report, prefixes=planner.packing.feature.estimate(planner, reader))
             costs = cost_model(documents.lengths) + planner.image_costs
+            # With `share_prefixes`, common prefixes are computed once: the share of the FLOPs that remains
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
             assert computed_share is not None, "the estimate and tables have them"
             assert report.imbalance is not None, "the estimate and tables have them"
@@ -138,9 +139,10 @@ def make_forecasts(
                 yield Forecast(report, flops)
                 continue
             seconds = flops / (tflops * 1e12 * world_size)  # if no rank waited or communicated
-            seconds *= report.imbalance
+            seconds *= report.imbalance  # modelled time over the time in which no rank waits
+            # The share of the time in which ranks that share packs exchange parts of them
             seconds /= 1 - (report.rank_section.exchange_share or 0)
-            tokens = report.num_tokens - report.tokens_not_reached
+            tokens = report.num_tokens - report.tokens_not_reached  # without documents that the epoch leaves out
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
 

@@ -148,7 +148,8 @@ def predict_memory(
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
     lora_text = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
 
-    # 2. A row for each number of GPUs and each method, with and without checkpointing
+    # 2. A row for each number of GPUs and each method, with and without checkpointing. `sizes` has what weights take,
+    # and what a forward saves for the backward
     sizes, failures = _count_methods(model_config, lora)
     options = {"documents": num_documents, "copied_keys": float(feature.copied_bytes), "offload": args.offload}
     peaks = {method: partial(predict_peak, sizes[method], method, **options) for method in sizes}
@@ -161,9 +162,10 @@ def predict_memory(
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         if method.lora:
             row["lora"] = lora_text
+        # With checkpointing only the inputs of layers are saved, and offloading moves them to the host
         row["host"] = sum(saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PEAK_PARTS}
-        row["modelled_activations"] = saved.is_modelled
+        row["modelled_activations"] = saved.is_modelled  # in part computed from the number of weights
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
             most_tokens = largest_tokens(partial(peak, fused_loss=fused), memory, MAX_TOKENS)
             row[name] = min(most_tokens // batch_size, limit)

@@ -1,7 +1,8 @@
 """Find what of the rows of a run is not in its tokens.
 
 `check --dataset` and `show` report it for whole datasets with `report_tables`. `show` also marks it in the documents
-that it prints (`with_omissions`). An *omission* is a text of a row that the chat template leaves out.
+that it prints (`with_omissions`). An *omission* is a text of a row that the chat template leaves out. A *rendering*
+(`samples/rendering.py`) makes the text of a row with the chat template.
 """
 
 import itertools

@@ -74,6 +74,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
     tables, with_images = read_tables(configs)
     with _written_whole_or_not(output) as folder:
+        # `ledger` counts documents and tokens: `given` are all of them, and `dropped` those without a trained token
         if with_images:
             num_written, num_read, ledger = save_measured(tables, tokenizer_name, config, output=folder)
         else:

@@ -87,7 +87,7 @@ def run_show(args: argparse.Namespace) -> int:
     documents = documents_of(reader, dry_run.settings)
     planner = planner_for(documents, dry_run.settings, args.world_size, cost_model=dry_run.cost_model)
     packs = first_packs(planner, reader, args.packs)
-    if isinstance(reader, LengthRows):
+    if isinstance(reader, LengthRows):  # only the lengths of documents are known
         packs = [pack.without_tokens() for pack in packs]
     tokenizer = None
     tokenizer_name = args.tokenizer or (configs and configs.model.model_name_or_path)

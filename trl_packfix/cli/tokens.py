@@ -85,7 +85,7 @@ def tokenise(
         TokenReader(dataset.select_columns(["input_ids", name]))  # refuses masks that are not as long as the tokens
     if masks:
         dataset = dataset.map(
-            HashedMapFunction(_labels_from_masks),
+            HashedMapFunction(_labels_from_masks),  # a cached result is used while the code is the same
             fn_kwargs={"masks": masks},
             num_proc=config.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",
@@ -152,6 +152,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
                     "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
                     "`--per-turn`."
                 )
+            # Refuse `share_prefixes`, which compares tokens
             features_of(training_config).refuse_lengths(len(lengths_in_file))
             lengths.append(lengths_in_file)
             continue
@@ -273,8 +274,8 @@ def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, o
     num_rows = len(table)
     if config.bad_rows == "drop":
         reader = measure_images(table, processor, config)
-        is_bad = reader.bad_rows()
-        row_of_document = reader.conversations
+        is_bad = reader.bad_rows()  # for each document, whether it could not be rendered
+        row_of_document = reader.conversations  # None if each row is one document
         if is_bad.any():
             # A row may be a conversation, whose documents are turns. It stays if one of them can be rendered.
             is_good = ~is_bad

@@ -34,7 +34,8 @@ def run_train(args: argparse.Namespace) -> int:
     configs = parse_configs([*rank, *args.more_flags])
     trainer: Any = make_trainer(configs)
     with setting_named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
-        # Check that the optimizer is installed, before the leak probe runs. Training looks for it only afterwards.
+        # Check that the optimizer is installed before training tests the model, which takes long. Training looks for it
+        # only afterwards
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     # All settings are read and checked. An error from here on is raised with its traceback.
     args.shows_traceback = True

@@ -120,6 +120,7 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     if training_args.use_liger_kernel and not is_liger_kernel_available():
         raise ImportError("`use_liger_kernel` needs liger-kernel, `pip install liger-kernel`")
     if training_args.resume_from_checkpoint and PartialState().is_main_process:
+        # Refuse a missing or damaged checkpoint before anything is loaded
         choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     names = configs.names
     if dataset is None:
@@ -136,7 +137,7 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     }
     training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
     with setting_named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL_HELP):
-        text_config(model_args.model_name_or_path, training_args)
+        text_config(model_args.model_name_or_path, training_args)  # raises an error if there is no such model
     test_split = script_args.dataset_test_split
     with in_utf8(", ".join(names)):
         evaluates = training_args.eval_strategy != "no"
