@@ -6,8 +6,8 @@ recomputation of a layer is in its graph.
 
 Layers are compiled after the first optimizer step. Before it, temporary hooks (`CheckAdapterGradients`) and the
 forwards of the proofs, which test that documents in a pack do not influence each other, would make torch compile again,
-until it reaches its limit and compiles nothing more. For the
-same reason later proofs run uncompiled layers, and when training ends or fails, the trainer calls `CompileLayers.undo`.
+until it reaches its limit and compiles nothing more. For the same reason later proofs run uncompiled layers, and when
+training ends or fails, the trainer calls `CompileLayers.undo`.
 
 torch runs what it cannot compile as it is, without an error. So `CountingBackend` notes in the second step, the first
 step with compiled layers, which weights are inputs of graphs. The report says how many layers were compiled.

@@ -18,10 +18,11 @@ backward pass of 1,024 tokens, because documents are shortened.
 Some models compute long documents differently. So `FirstStep.compare_longer` compares again when a training step holds
 a document at least twice as long as every document compared before. It compares only the last hidden states.
 
-Words: A *trained token* is a token with a label. A *pack* is a row of several documents. With sequence parallelism,
-`degree` neighbouring ranks share a pack, and each of them holds a *part* of it. An *engine* (DDP, DeepSpeed, FSDP)
-wraps the model and exchanges its gradients or parameters between ranks. *Copies* are ranks that count the same
-documents, because they divide one model between them (tensor parallelism).
+Words: A *trained token* is a token with a label. A *pack* is a row of several documents; here it is a `RankShare`, the
+list of its documents with the `group` of ranks that share it. A *probe* runs a model for tests. With sequence
+parallelism, `degree` neighbouring ranks share a pack, and each of them holds a *part* of it. An *engine* (DDP,
+DeepSpeed, FSDP) wraps the model and exchanges its gradients or parameters between ranks. *Copies* are ranks that count
+the same documents, because they divide one model between them (tensor parallelism).
 """
 
 from collections.abc import Callable, Iterator
@@ -137,7 +138,8 @@ class FirstStep:
         """Return a probe, which runs `model` for tests; on unpacked documents with the attention that the user set."""
         # The probe of text, or its subclass for documents with images
         probe_class = self._data.reading.feature.make_probe_class(Probe)
-        return probe_class(model, user_attention=self._trainer.packed_model.attention.previous)
+        own_attention = self._trainer.packed_model.attention.previous  # before packed attention was set
+        return probe_class(model, user_attention=own_attention)
 
     # The comparison
 
@@ -363,6 +365,7 @@ class FirstStep:
         labels = torch.stack([to_int64(document["labels"])[1:] for document in documents]).to(self._probe.device)
         if is_text(documents[0]):
             tokens = [to_int64(document["input_ids"]) for document in documents]
+            # The unpacked batch of the documents, on the device, padded if the model needs padding
             row = self._probe.make_row(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
         else:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}

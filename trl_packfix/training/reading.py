@@ -106,5 +106,7 @@ def reading_class(args: SFTConfig, dataset: object) -> type[TextReading]:
     Raises:
         ValueError: the rows have images, and the folder of the feature is missing.
     """
-    found: type[TextReading] | None = image_support().reading_class(dataset) if args.packing else None
-    return found or TextReading
+    class_for_images: type[TextReading] | None = None
+    if args.packing:
+        class_for_images = image_support().reading_class(dataset)  # None for rows without images
+    return class_for_images or TextReading

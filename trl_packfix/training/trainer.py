@@ -376,7 +376,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of packs, or TRL's loader without packing. Plans the packs of the first epoch."""
-        self.data.refresh_training_set()
+        self.data.refresh_training_set()  # reads `train_dataset` again if the user has replaced it
         loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
         self.restart.check_training_set()  # a checkpoint must have the same documents, of which it continues the plan
         return loader
