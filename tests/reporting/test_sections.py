@@ -31,3 +31,8 @@ def test_the_imbalance_of_several_ranks_is_said(world_size, num_lines):
     lines = [*OwnPacks(64, 2).lines(world_size, 1.25, "; of images")]
     assert lines == [("imbalance", "1.250 modelled (1 is perfect); of images")] * num_lines
     assert (OwnPacks.smallest_degree, OwnPacks.exchange_share) == (1, 0)
+
+
+def test_the_imbalance_of_images_is_said_where_ranks_share_packs():
+    lines = dict(SharedPacks(16, 4, {1: 2}, 0.25).lines(8, 1.25, "; of images"))
+    assert lines["modelled time"] == "25.0% of it in the exchange, imbalance 1.250; of images"

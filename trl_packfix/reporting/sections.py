@@ -170,7 +170,8 @@ class SharedPacks:
     def lines(self, world_size: int, imbalance: float, image_imbalances: str) -> Lines:
         """Yield the lines on degrees and modelled time; the arguments are those of `OwnPacks.lines`."""
         yield "sequence parallelism", self.line()
-        yield "modelled time", f"{self.exchange_share:.1%} of it in the exchange, imbalance {imbalance:.3f}"
+        imbalances = f"imbalance {imbalance:.3f}{image_imbalances}"
+        yield "modelled time", f"{self.exchange_share:.1%} of it in the exchange, {imbalances}"
 
 
 @dataclass(frozen=True)
