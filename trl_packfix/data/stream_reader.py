@@ -5,8 +5,8 @@ yields chunks of documents to `PackedStream` (`stream.py`), which packs them.
 
 Reading is slow (files, chat templates, tokenisation), so it may run in worker processes of a `DataLoader`. Packing is
 cheap and runs in the training process, which therefore knows which documents were trained. Each chunk comes with the
-state of its reader behind it. Chunks that a worker has read ahead are not in a saved state, so a restart reads them
-again.
+state of its reader after this chunk. Chunks that a worker has read ahead are not in a saved state, so a restart reads
+them again.
 
 Words:
     shard   one of the pieces into which a dataset can be divided, such as a file.
@@ -57,8 +57,8 @@ division the path has the number of pieces and the index of the piece that is us
 
 def part_of(dataset: IterableDataset, path: Path) -> IterableDataset:
     """Return the part of a stream that a path names."""
-    for num_parts, index in path:
-        dataset = dataset.shard(num_parts, index, contiguous=False)
+    for num_pieces, index in path:
+        dataset = dataset.shard(num_pieces, index, contiguous=False)
     return dataset
 
 
