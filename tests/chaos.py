@@ -131,9 +131,9 @@ class Chaos:
 
     def round(self, kill: bool = True) -> None:
         """Make one attempt; it is killed at a random point unless `kill` is False or it comes to the end before."""
-        whole, passed_over = newest_whole(self.folder / "run")
+        checkpoint, passed_over = newest_whole(self.folder / "run")
         self.unfinished += len(passed_over)
-        done = int(whole.name.split("-")[1]) if whole else 0
+        done = int(checkpoint.name.split("-")[1]) if checkpoint else 0
         self.start("run")
         if kill:
             # Within the length of an epoch from here, so that some runs come to their end and some die in each epoch.

@@ -125,8 +125,8 @@ def tiny_model():
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder in which the hub's names of README and examples are a tiny model and 40 conversations."""
     folder = tmp_path_factory.mktemp("workplace")
-    for each in (build_tiny_model("qwen3"), build_tokenizer()):
-        each.save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    for saved_object in (build_tiny_model("qwen3"), build_tokenizer()):
+        saved_object.save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
     (folder / "trl-lib" / "Capybara").mkdir(parents=True)
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "yes "}]
     rows = [{"messages": [*turns[:1], turns[1] | {"content": "yes " * (1 + i % 5)}]} for i in range(40)]
@@ -140,12 +140,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed(capsys):
     """Return a function that runs a command of the package, checks its exit code and returns the JSON it prints."""
 
-    def run(*words, code=0):
+    def run_command(*words, code=0):
         capsys.readouterr()
         assert main([*map(str, words), "--json"]) == code
         return json.loads(capsys.readouterr().out)
 
-    return run
+    return run_command
 
 
 @pytest.fixture

@@ -107,11 +107,11 @@ def train(folder: Path, model_type: str, lora: bool, checkpointing: str) -> dict
     torch.manual_seed(0)
     model = build_tiny_model(model_type)
     trainer = build_trainer(folder, texts(), model, peft, **settings)
-    start = weights(trainer)
+    start_weights = weights(trainer)
     recorded()
     trainer.train()
     row = {"type": model_type, "lora": lora, "checkpointing": checkpointing}
-    row |= {"trained_with": trainer.packed_model.attention.name, "change": weights(trainer) - start}
+    row |= {"trained_with": trainer.packed_model.attention.name, "change": weights(trainer) - start_weights}
     row |= {"repaired": len(trainer.packed_model.repaired), "first_step": trainer.packing_report.first_step}
     return row | recorded()
 

@@ -24,22 +24,22 @@ SETTINGS = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm
 def trained(model_type, **settings):
     """Return (the trainer after its steps, its weights before)."""
     trainer = build_trainer(tempfile.mkdtemp(), texts(6), build_tiny_model(model_type), **SETTINGS, **settings)
-    start = weights(trainer)
+    start_weights = weights(trainer)
     trainer.train()
-    return trainer, start
+    return trainer, start_weights
 
 
 def judge(model_type):
     from liger_kernel.transformers import monkey_patch  # after `interpret`
 
     started = time.process_time()
-    stock, start = trained(model_type, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False)
+    stock, start_weights = trained(model_type, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False)
     patches = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     apply = patches[model_type]
     with mock.patch.dict(patches, {model_type: mock.create_autospec(apply, side_effect=apply)}):
         trainer, _ = trained(model_type, packing_strategy="minibatch", use_liger_kernel=True)
         kernels = {name: value for name, value in patches[model_type].call_args.kwargs.items() if name != "model"}
-    change = weights(stock) - start
+    change = weights(stock) - start_weights
     report = trainer.packed_model.isolation
     row = {"type": model_type, "isolated": report.isolated, "equal": report.equal}
     row |= {

@@ -93,14 +93,15 @@ def quick(code: str) -> str:
 def test_the_first_lines_of_the_readme_are_those_of_an_example():
     """`tests/test_examples.py` runs it."""
     diff = re.search(r"```diff\n-(.*)\n\+(.*)\n\n((?: .*\n)+)```", (ROOT / "README.md").read_text())
-    stock, ours, others = diff.groups()  # one line is swapped
-    others = re.sub("^ ", "", others, flags=re.MULTILINE)
-    assert f"\n{ours}  # was: {stock}\n\n{others}" in (ROOT / "examples/minimal.py").read_text()
+    stock, ours, unchanged_lines = diff.groups()  # one line is swapped
+    unchanged_lines = re.sub("^ ", "", unchanged_lines, flags=re.MULTILINE)
+    assert f"\n{ours}  # was: {stock}\n\n{unchanged_lines}" in (ROOT / "examples/minimal.py").read_text()
 
 
 def line_shapes(text: str) -> dict[str, str]:
     """Return the text of each line of a report by its label, with N for every number."""
-    shapes, label = {}, ""
+    shapes = {}
+    label = ""
     for line in text.partition("Packing report\n")[2].splitlines():
         if not line.startswith("  "):
             break
@@ -163,8 +164,8 @@ def test_the_readme_of_a_wing_or_a_feature_names_its_modules_and_no_others(wing)
     text = (wing / "README.md").read_text()
     named = set(re.findall(r"`(?:cli/)?(\w+\.py)`", text))
     there = {path.name for path in wing.glob("*.py")}
-    others = {"layout.py", "compat.py", "feature.py"} | ({"__init__.py"} if wing.name == "cli" else set())
-    assert there - {"__init__.py"} <= named <= there | others
+    other_modules = {"layout.py", "compat.py", "feature.py"} | ({"__init__.py"} if wing.name == "cli" else set())
+    assert there - {"__init__.py"} <= named <= there | other_modules
     assert "**Extend.**" in text
     assert len(WINGS) == 8
 

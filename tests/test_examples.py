@@ -190,10 +190,12 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     """
     monkeypatch.syspath_prepend(EXAMPLES)
     path = EXAMPLES / "own_loop.py"
-    own = runpy.run_path(str(path))
+    namespace = runpy.run_path(str(path))
     tokenizer = build_tokenizer()
-    start = build_tiny_model()
-    table, held_out = (own["tokenise"](rows, tokenizer) for rows in own["orders"](30).train_test_split(6).values())
+    start_model = build_tiny_model()
+    table, held_out = (
+        namespace["tokenise"](rows, tokenizer) for rows in namespace["orders"](30).train_test_split(6).values()
+    )
     settings = {"max_length": 512, "seed": 3, "learning_rate": 1e-2, "save_steps": 3}
 
     def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -204,7 +206,7 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
         args.device = torch.device("cpu")
         args.precision = None
         args.resume = resume
-        model = runpy.run_path(str(path))["train"](deepcopy(start), table, held_out, args)
+        model = runpy.run_path(str(path))["train"](deepcopy(start_model), table, held_out, args)
         return model.state_dict(), capsys.readouterr().out
 
     def one_rank() -> None:
@@ -224,14 +226,14 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     results["two"] = torch.load(tmp_path / "two.pt")
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
     trainer = build_trainer(
-        tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings
+        tmp_path, table, deepcopy(start_model), {"eval_dataset": held_out}, eval_strategy="epoch", **settings
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     assert len(logs) == 8
     assert len(evaluated) == 2
-    before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
+    before, expected = (flat(model.state_dict()) for model in (start_model, trainer.model))
     for name, (weights, printed) in results.items():
         assert "24 documents in 16 micro-batches" in printed
         assert "proved on this model" in printed

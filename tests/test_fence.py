@@ -188,9 +188,13 @@ def names_of_trl_looked_up_in_calls(tree: ast.AST) -> list[str]:
     """Return what the bodies of functions read from the module `trl` when they are called, its version aside."""
     names = []
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        for part in (node for statement in function.body for node in ast.walk(statement)):
-            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "trl" and part.attr != "__version__":
-                names.append(part.attr)
+        for node_inside in (node for statement in function.body for node in ast.walk(statement)):
+            if (
+                isinstance(node_inside, ast.Attribute)
+                and ast.unparse(node_inside.value) == "trl"
+                and node_inside.attr != "__version__"
+            ):
+                names.append(node_inside.attr)
     return names
 
 

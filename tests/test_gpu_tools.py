@@ -19,21 +19,21 @@ SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 
 
 @pytest.mark.parametrize(
-    "flags, python, status, states, said",
+    "flags, python, status, states, phrase",
     [
         (["--steps", "0 2"], "/bin/false", 1, ["FAILED"], "exit status 1; see 0_environment.log"),
         (["--steps", "0 2 3 5", "--limit", "1"], sys.executable, 1, ["no time"], 'run.sh --steps "0 2 3 5"\n'),
         (["--fast"], sys.executable, 2, [], "[--quick]"),
     ],
 )
-def test_it_ends_with_what_remains(flags, python, status, states, said, tmp_path):
+def test_it_ends_with_what_remains(flags, python, status, states, phrase, tmp_path):
     env = os.environ | {"PYTHON": python, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([SCRIPT, "--out", tmp_path, *flags], env=env, capture_output=True, text=True, timeout=900)
     path = tmp_path / "steps.csv"
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     assert done.returncode == status
     assert [row["state"] for row in rows] == states
-    assert said in f"{done.stdout}{done.stderr}{rows}"
+    assert phrase in f"{done.stdout}{done.stderr}{rows}"
 
 
 FIRST_LOOK = """
@@ -137,22 +137,32 @@ def test_the_parts_of_the_headline_have_time(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import evidence
 
-    limit, parts = re.search(r"--evidence --limit (\d+) --parts \"(.*)\"", (ROOT / "Makefile").read_text()).groups()
+    limit, part_names = re.search(
+        r"--evidence --limit (\d+) --parts \"(.*)\"", (ROOT / "Makefile").read_text()
+    ).groups()
     assert int(limit) <= 300
-    table = evidence.time_table(parts.split(), int(limit))
-    planned = sum(evidence.PARTS[name].seconds for name in parts.split())
+    table = evidence.time_table(part_names.split(), int(limit))
+    planned = sum(evidence.PARTS[name].seconds for name in part_names.split())
     assert table.startswith(f"At most {planned} s, by the limit of all ({limit} s) and of each part: machine 5, ")
     assert planned + 30 <= int(limit)
 
 
 def test_parts_run_on_the_cpu(tmp_path):
     """Run the parts that take seconds; `make bench` runs others. They call much of the package that changes."""
-    parts = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
-    command = [sys.executable, ROOT / "benchmarks" / "evidence.py", "--smoke", "--out", tmp_path, "--parts", *parts]
+    part_names = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "evidence.py",
+        "--smoke",
+        "--out",
+        tmp_path,
+        "--parts",
+        *part_names,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout
     table, rows = opened(tmp_path)
-    assert {row["part"] for row in rows} == set(parts)
+    assert {row["part"] for row in rows} == set(part_names)
     assert "TINY SIZES" in table
     assert "pyarrow" in done.stdout
     assert "At most" in done.stdout

@@ -46,9 +46,9 @@ def test_ranks_of_a_test_that_hang_end_and_show_their_stacks(capfd):
     def hang():
         ctypes.PyDLL(None).sleep(60)  # which does not release the lock
 
-    start = time.monotonic()
+    begin = time.monotonic()
     assert not fork_ranks(2, hang, seconds=1)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - begin < 30
     assert "in hang" in capfd.readouterr().err
 
 

@@ -119,29 +119,30 @@ def test_only_packs_are_cut():
     st.integers(0, 3),
 )
 def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, degree, prompt):
-    batch, parts = parts_of(turns(lengths, prompt), kind, degree)
-    whole = layout_of(batch)
+    batch, rank_batches = parts_of(turns(lengths, prompt), kind, degree)
+    whole_layout = layout_of(batch)
     mask = batch["labels"][:, 1:] != IGNORE_INDEX
-    expected = whole.targets(mask)
+    expected = whole_layout.targets(mask)
     wanted = pairs_of(expected, batch["labels"][:, 1:])
     pairs = []
-    for part in parts:
-        targets = part[LAYOUT_KEY].targets(part["labels"][:, 1:] != IGNORE_INDEX)
+    for rank_batch in rank_batches:
+        targets = rank_batch[LAYOUT_KEY].targets(rank_batch["labels"][:, 1:] != IGNORE_INDEX)
         assert torch.equal(targets.trained, expected.trained)  # of the whole pack
-        pairs += pairs_of(targets, part["shift_labels"])
-        labels = part[LAYOUT_KEY].batch_to_count(part)["shift_labels"]
-        assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, part["shift_labels"]))
+        pairs += pairs_of(targets, rank_batch["shift_labels"])
+        labels = rank_batch[LAYOUT_KEY].batch_to_count(rank_batch)["shift_labels"]
+        assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, rank_batch["shift_labels"]))
     assert sorted(pairs) == sorted(wanted)
-    counts = torch.cat([part[LAYOUT_KEY].row_counts(expected.trained) for part in parts], dim=1)
-    assert torch.equal(counts, whole.row_counts(expected.trained))
-    sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT_KEY].sizes(expected.trained) for part in parts]
+    counts = torch.cat([rank_batch[LAYOUT_KEY].row_counts(expected.trained) for rank_batch in rank_batches], dim=1)
+    assert torch.equal(counts, whole_layout.row_counts(expected.trained))
+    sizes = whole_layout.sizes(expected.trained)
+    of_parts = [rank_batch[LAYOUT_KEY].sizes(expected.trained) for rank_batch in rank_batches]
     assert sum(rank_part.computed_rows for rank_part in of_parts) == sizes.computed_rows
     assert all(
         rank_part.tokens == sizes.tokens and torch.equal(rank_part.lengths, sizes.lengths) for rank_part in of_parts
     )
-    assert [part[LAYOUT_KEY].group.is_leader for part in parts] == [True] + [False] * (degree - 1)
-    assert {part[LAYOUT_KEY].shares_rows for part in parts} == {whole.shares_rows}
-    assert {part[LAYOUT_KEY].checksum for part in parts} == {parts[0][LAYOUT_KEY].checksum}
+    assert [rank_batch[LAYOUT_KEY].group.is_leader for rank_batch in rank_batches] == [True] + [False] * (degree - 1)
+    assert {rank_batch[LAYOUT_KEY].shares_rows for rank_batch in rank_batches} == {whole_layout.shares_rows}
+    assert {rank_batch[LAYOUT_KEY].checksum for rank_batch in rank_batches} == {rank_batches[0][LAYOUT_KEY].checksum}
 
 
 def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
@@ -156,8 +157,8 @@ def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
 
 def entries() -> dict[str, dict]:
     documents = turns([6, 6, 3])
-    made = {kind: make(pad_to_multiple_of=2)(documents) for kind, make in COLLATORS.items() if kind != "whole"}
-    return made | {f"part of {kind}": parts_of(documents, kind, 2)[1][1] for kind in COLLATORS}
+    layouts = {kind: make(pad_to_multiple_of=2)(documents) for kind, make in COLLATORS.items() if kind != "whole"}
+    return layouts | {f"part of {kind}": parts_of(documents, kind, 2)[1][1] for kind in COLLATORS}
 
 
 ENTRIES = pytest.mark.parametrize("batch", entries().values(), ids=entries())
@@ -167,9 +168,9 @@ def values_of(layout: Layout) -> dict:
     return {field.name: getattr(layout, field.name) for field in fields(layout)}
 
 
-def is_same(one: Layout, other: Layout) -> bool:
-    pairs = zip(values_of(one).values(), values_of(other).values(), strict=True)
-    return type(one) is type(other) and all(
+def is_same(one: Layout, another: Layout) -> bool:
+    pairs = zip(values_of(one).values(), values_of(another).values(), strict=True)
+    return type(one) is type(another) and all(
         torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs
     )
 

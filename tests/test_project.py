@@ -62,8 +62,8 @@ def test_the_oldest_versions_are_the_floors_of_the_project():
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))
     assert pinned.keys() == floors.keys()
     for name, floor in floors.items():
-        parts = floor.split(".")
-        assert pinned[name].split(".")[: len(parts)] == parts, name
+        numbers = floor.split(".")
+        assert pinned[name].split(".")[: len(numbers)] == numbers, name
 
 
 def test_each_module_has_tests_near_it():
@@ -84,7 +84,7 @@ def test_each_module_has_tests_near_it():
 
 
 @pytest.fixture
-def made(tmp_path):
+def run_make_in_folder(tmp_path):
     """Return a function that runs `make` in a folder with what its rules read, and nothing installed.
 
     It returns what `make` prints.
@@ -107,26 +107,26 @@ def made(tmp_path):
     return run_make
 
 
-def test_the_demo_installs_no_more_than_it_needs(made):
-    commands = made("--dry-run", "demo")
+def test_the_demo_installs_no_more_than_it_needs(run_make_in_folder):
+    commands = run_make_in_folder("--dry-run", "demo")
     assert '--editable ".[demo]"' in commands
     assert not re.findall("deepspeed|plot|--group", commands)
 
 
-def test_the_tests_install_the_rest(made, tmp_path):
-    everything = made("--dry-run", "test")
+def test_the_tests_install_the_rest(run_make_in_folder, tmp_path):
+    everything = run_make_in_folder("--dry-run", "test")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed-demo").touch()
-    rest = made("--dry-run", "test")
-    assert everything.endswith(rest)
-    assert "torch==" not in rest
-    assert re.findall(r"deepspeed|--group dev", rest) == ["deepspeed", "--group dev"]
-    assert "pip" not in made("--dry-run", "demo")
+    commands_of_tests = run_make_in_folder("--dry-run", "test")
+    assert everything.endswith(commands_of_tests)
+    assert "torch==" not in commands_of_tests
+    assert re.findall(r"deepspeed|--group dev", commands_of_tests) == ["deepspeed", "--group dev"]
+    assert "pip" not in run_make_in_folder("--dry-run", "demo")
 
 
 @pytest.mark.parametrize("setting, printed", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_of_commands_sleep_while_they_wait(setting, printed, made):
-    assert made("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show", **setting) == f"{printed}\n"
+def test_threads_of_commands_sleep_while_they_wait(setting, printed, run_make_in_folder):
+    assert run_make_in_folder("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show", **setting) == f"{printed}\n"
 
 
 @pytest.mark.parametrize("seconds", [FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS])

@@ -86,9 +86,9 @@ def largest_gradient_error(model, reference):
 def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):
     """Logits and gradients must be those of stock eager attention on each document by itself."""
     settings = {"dtype": torch.float64, **MODELS[model_type]}
-    alone = tiny_model(model_type, attn_implementation="eager", **settings).train()
+    model_alone = tiny_model(model_type, attn_implementation="eager", **settings).train()
     model = tiny_model(model_type, **settings).train()
-    for m in (alone, model):
+    for m in (model_alone, model):
         m.set_experts_implementation("eager")  # the grouped matrix product has no float64
     assert select_attention(model).name == ATTENTION_NAME
     mark_packed_forwards(model)
@@ -96,7 +96,9 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
         enable_checkpointing(model, checkpointing)
         model.enable_input_require_grads()
 
-    expected = torch.cat([alone(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()], 1)
+    expected = torch.cat(
+        [model_alone(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()], 1
+    )
     masks = []
     for module in model.modules():
         if type(module).__name__.endswith("Attention"):
@@ -117,7 +119,7 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
     assert len(calls) == num_layers * (1 if checkpointing is None else 2)
-    assert largest_gradient_error(model, alone) < 1e-10
+    assert largest_gradient_error(model, model_alone) < 1e-10
     assert not this_thread.packed_forwards
 
 
@@ -272,5 +274,5 @@ def test_multimodal_text_part_only(calls):
         model(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]))
     set_attention(model, "sdpa")
     assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
-    alone = [model(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()]
-    assert (packed - torch.cat(alone, 1)).abs().max() < 1e-5
+    logits_alone = [model(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()]
+    assert (packed - torch.cat(logits_alone, 1)).abs().max() < 1e-5

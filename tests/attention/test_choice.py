@@ -55,8 +55,10 @@ def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_m
     model = on(tiny_model("llama"), name)
     choice = choose_attention(model, dtype=torch.bfloat16, device_type=device_type)
     assert choice.name == ATTENTION_NAME
-    why = "" if name == "flex_attention" else " and its T x T masks"
-    assert choice.reason.endswith(f"; in place of the model's {name}{why} (enforce_flash_attention=False keeps it)")
+    reason_end = "" if name == "flex_attention" else " and its T x T masks"
+    assert choice.reason.endswith(
+        f"; in place of the model's {name}{reason_end} (enforce_flash_attention=False keeps it)"
+    )
     kept = choose_attention(model, False, torch.bfloat16, device_type=device_type)
     assert kept.name == name
     assert "in place of" not in kept.reason
@@ -68,22 +70,22 @@ def test_enforce_false_keeps_the_users_and_names_the_price(name, tiny_model, rec
     choice = select_attention(model, False, device_type="cuda")
     assert choice == AttentionChoice(name, False, name, choice.reason)
     assert model.config._attn_implementation == name
-    said = "".join(str(w.message) for w in recwarn)
+    warnings_text = "".join(str(w.message) for w in recwarn)
     message = rf"keeps attn_implementation='{name}'.*T x T.*5\.9 times slower.*Set enforce"
-    assert bool(re.search(message, said)) is (name != "flex_attention")  # its block mask is not a T x T tensor
+    assert bool(re.search(message, warnings_text)) is (name != "flex_attention")  # its block mask is not a T x T tensor
 
 
 @pytest.mark.parametrize("users", ["sdpa", "flash_attention_2", "kernels-community/flash-attn2"])
 def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, machine, tiny_model):
     """Ranks that share packs must attend by document where no kernel serves."""
-    needs = BF16 | {"needs_varlen": "does not exchange tokens between the ranks that share a pack"}
+    settings_of_ranks = BF16 | {"needs_varlen": "does not exchange tokens between the ranks that share a pack"}
     machine(flash_attn=True)
-    choice = choose_attention(on(tiny_model("llama"), users), **needs)
+    choice = choose_attention(on(tiny_model("llama"), users), **settings_of_ranks)
     assert choice.name == ATTENTION_NAME
     assert choice.is_flash
     assert (f"{users} does not exchange tokens" in choice.reason) is ("flash" in users)
     with pytest.warns(UserWarning, match="softcapping=50.0"):
-        choice = choose_attention(on(tiny_model("gemma2"), users), **needs)
+        choice = choose_attention(on(tiny_model("gemma2"), users), **settings_of_ranks)
     assert choice.name == ATTENTION_NAME
     assert not choice.is_flash
 

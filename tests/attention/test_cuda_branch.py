@@ -43,7 +43,9 @@ class Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.kernels, self.reads, self.heads = {"forward": 0, "backward": 0}, [], set()
+        self.kernels = {"forward": 0, "backward": 0}
+        self.reads = []
+        self.heads = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ATEN._local_scalar_dense.default:
@@ -185,8 +187,8 @@ def test_one_graph_without_breaks(model_type, shares, as_on_cuda):
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     packs = map(shared_pack, (3, 5, 12, 4)) if shares else map(pack, ([5, 40], [31, 2, 9], [17, 20, 4, 50], [30, 8, 8]))
     counts = []
-    for each in packs:
-        compiled(**each).logits.sum().backward()
+    for each_pack in packs:
+        compiled(**each_pack).logits.sum().backward()
         counts.append(counter.frame_count)
     # one for the first pack, one when torch sees that lengths change, with shared prefixes one of the guard's hook
     assert counts[0] == 1, counts

@@ -186,7 +186,7 @@ def test_values_of_modules_stay_on_the_device():
     module = nn.Linear(4, 4, device="meta")
     states = torch.zeros(1, 5, 4, device="meta")
     ((inputs, outputs),) = tracing._record_values({"": module}, 5, lambda: module(states))[""]
-    assert {values.device.type for each in (inputs, outputs) for _, values in each.values()} == {"meta"}
+    assert {values.device.type for recorded in (inputs, outputs) for _, values in recorded.values()} == {"meta"}
     with pytest.raises(NotImplementedError, match="copy out"):
         tracing._record_values({"": module}, 5, lambda: module(states), on_host=True)
 

@@ -519,12 +519,12 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
     for wrong in ({"batch_size": 2}, {"kv_length": 9}):
         with pytest.raises(ValueError, match=r"rows?, 5 queries and \d keys.*without padding or cache.*Feed one"):
             varlen_mask(**{"batch_size": 1, "q_length": 5, "kv_length": 5, **common, **wrong})
-    for own in ({"attention_mask": torch.ones(1, 5)}, {"use_vmap": True}):
+    for own_mask in ({"attention_mask": torch.ones(1, 5)}, {"use_vmap": True}):
         with pytest.raises(OwnMaskError, match=r"mask.*on a pack of 5 tokens.*would lose it.*Feed one") as raised:
-            varlen_mask(1, 5, 5, **own, **common)
+            varlen_mask(1, 5, 5, **own_mask, **common)
         assert raised.value.may_only_hide
         this_thread.packed_forwards[-1] = dataclasses.replace(running, ignores_masks=True)
-        assert varlen_mask(1, 5, 5, **own, **common) is None
+        assert varlen_mask(1, 5, 5, **own_mask, **common) is None
         this_thread.packed_forwards[-1] = running
 
 

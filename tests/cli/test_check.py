@@ -78,8 +78,8 @@ def test_a_silent_leak_is_counted(monkeypatch):
 def test_the_page_is_made_of_the_table(tmp_path):
     compatibility.write(ROWS, tmp_path)
     assert compatibility.read(tmp_path) == ROWS
-    page, made = ((folder / "compatibility.md").read_text().splitlines() for folder in (DOCS, tmp_path))
-    tables = [[line for line in lines if line.startswith(("|", "-", "#"))] for lines in (page, made)]
+    page, page_made = ((folder / "compatibility.md").read_text().splitlines() for folder in (DOCS, tmp_path))
+    tables = [[line for line in lines if line.startswith(("|", "-", "#"))] for lines in (page, page_made)]
     assert tables[0] == tables[1]
 
 
@@ -160,9 +160,9 @@ def test_the_answer_is_of_the_attention_that_is_asked_for(saved, printed, capsys
     assert asked["attention_of_training"] == "packfix_varlen"
     assert main([*map(str, eager)]) == 0
     assert re.search(r"\n *training +runs packfix_varlen in its place, unless you set", capsys.readouterr().out)
-    own = printed(*eager, "--enforce_flash_attention", "false")
-    assert own["attention"] == own["as_it_is"]["attention"] == "eager"
-    assert own["attention_of_training"] is None
+    own_report = printed(*eager, "--enforce_flash_attention", "false")
+    assert own_report["attention"] == own_report["as_it_is"]["attention"] == "eager"
+    assert own_report["attention_of_training"] is None
     replaced = printed(*eager, "--enforce_flash_attention", "true")
     assert replaced["attention"] == replaced["as_it_is"]["attention"] == "packfix_varlen"
     assert "in place of the model's eager" in replaced["reason"]

@@ -282,8 +282,8 @@ def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_mod
         more = ["--output", str(new)] if command == "prepare" else ["--max-length", "64"]
         assert main([*words, *more, *flags]) == (0 if flags else 2)
         printed = capsys.readouterr()
-        said = "isolated" if command == "check" else "trained"
-        assert said in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
+        word = "isolated" if command == "check" else "trained"
+        assert word in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
 
 
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, printed):
@@ -313,7 +313,7 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
         trained = sum(label != -100 for row in labels for label in row[1:])
         packed = build_trainer(tmp_path, data, completion_only_loss=flag)
         assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and flag)  # else made when read
-        documents = [(row, [-100, *own[1:]]) for row, own in zip(rows, labels, strict=True)]
+        documents = [(row, [-100, *row_labels[1:]]) for row, row_labels in zip(rows, labels, strict=True)]
         assert all_documents(packed) == sorted(document for document in documents if set(document[1]) != {-100})
         assert printed("prepare", file, *tokenizer, "--output", folder, *words)["trained_tokens"] == trained
         table = load_from_disk(folder)
@@ -323,6 +323,6 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
             plan = printed("plan", *words_of_packs)["plans"][0]
             assert plan["ledger"]["given"]["trained_tokens"] == trained
             packs = printed("show", *words_of_packs, "--packs", "99")
-            assert sum(each["trained_tokens"] for pack in packs for each in pack["documents"]) == trained
+            assert sum(document["trained_tokens"] for pack in packs for document in pack["documents"]) == trained
         counts.add(trained)
     assert len(counts) == 4, "the masks change what is trained"

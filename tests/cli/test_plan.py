@@ -96,7 +96,7 @@ def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
 def test_several_lengths_strategies_and_world_sizes(workplace, printed):
     words = ["--max-length", 64, 256, "--strategy", "stream", "wrapped", "--world-size", 1, 3, 512, "--tflops", 100]
     output = printed("plan", workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)
-    keys = [(each["max_length"], each["strategy"], each["world_size"]) for each in output["plans"]]
+    keys = [(plan["max_length"], plan["strategy"], plan["world_size"]) for plan in output["plans"]]
     assert keys == [(n, s, w) for n in (64, 256) for s in ("stream", "wrapped") for w in (1, 3, 512)]
     assert output["max_length"] == 256
     for one, three, many in zip(*(output["plans"][i::3] for i in range(3)), strict=True):
@@ -112,8 +112,8 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     lengths = [100] * 990 + [3000] * 10  # 10 of 1000 documents, 23 % of the tokens
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
     output = printed("plan", tmp_path / "lengths.txt", "--strategy", "stream")
-    assert [each["max_length"] for each in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
-    lost = [each["lost_trained_share"] for each in output["plans"]]
+    assert [plan["max_length"] for plan in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
+    lost = [plan["lost_trained_share"] for plan in output["plans"]]
     trained = sum(lengths) - len(lengths)
     assert lost == pytest.approx([10 * (3000 - 1024) / trained, 10 * (3000 - 2048) / trained, 0])
     assert output["max_length"] == 4096
@@ -130,7 +130,7 @@ def test_a_model_that_reads_no_more_tokens_is_said(workplace, tmp_path, printed)
     (tmp_path / "lengths.txt").write_text("\n".join(["100"] * 20 + ["9000"] * 5))
     words = [tmp_path / "lengths.txt", "--model", workplace / "model"]
     output = printed("plan", *words, code=1)
-    assert [each["max_length"] for each in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
+    assert [plan["max_length"] for plan in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
     assert "the model has no more than 4,096 positions" in output["reasons"][0]
     assert "try a longer one" in printed("plan", *words, "--max-length", 2048, code=1)["reasons"][0]
     assert candidate_lengths(9000, 5000) == [1024, 2048, 4096, 5000]
@@ -149,7 +149,7 @@ def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, 
     file.write_text(json.dumps(settings | {"num_processes": 8}))
     assert printed("plan", "--config", file, code=1) == by_flags
     longer = printed("plan", "--config", file, "--max-length", 96, 512, "--assistant-turns", "all")["plans"]
-    assert [(each["max_length"], each["strategy"]) for each in longer] == [(96, "stream"), (512, "stream")]
+    assert [(plan["max_length"], plan["strategy"]) for plan in longer] == [(96, "stream"), (512, "stream")]
     assert longer[0] == by_flags["plans"][0]
     for mixture in ([{"path": "rows.jsonl"}], [{"path": "rows.jsonl"}, {"path": "rows.parquet"}]):
         file.write_text(json.dumps(settings | {"datasets": mixture}))
@@ -272,18 +272,18 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
     words = [tmp_path / "lengths.txt", *"--strategy stream --accumulation 2 --world-size 8 12".split()]
     words += ["--tokens-per-rank", 512, "--tflops", 100]
     eight, twelve = printed("plan", *words, "--max-length", 2048)["plans"]
-    for each in (eight, twelve):
-        shared = each["shared"]
-        assert sum(shared["micro_steps"].values()) == each["num_steps"] * 2
+    for plan_of_ranks in (eight, twelve):
+        shared = plan_of_ranks["shared"]
+        assert sum(shared["micro_steps"].values()) == plan_of_ranks["num_steps"] * 2
         assert set(shared["micro_steps"]) <= {"1", "2", "4", "8"}
         assert len(shared["micro_steps"]) > 1
-        assert each["batch_size"] == 1
+        assert plan_of_ranks["batch_size"] == 1
         assert shared["smallest_degree"] == 4
         assert 0 < shared["exchange_share"] < 0.5
         assert 450 < shared["largest_part"] <= 512
     assert "8" not in twelve["shared"]["micro_steps"], "8 does not divide 12"
     # without lengths, only those that the ranks can hold
-    assert [each["max_length"] for each in printed("plan", *words)["plans"][::2]] == [1024, 2048]
+    assert [plan["max_length"] for plan in printed("plan", *words)["plans"][::2]] == [1024, 2048]
     assert main(["plan", *map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "512 tokens per rank" in shown
@@ -335,19 +335,19 @@ def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
     They are layers x tokens x hidden values of 2 bytes.
     """
     words = ["--model", workplace / "model", *"--gpus 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
-    kept = memory_of(printed, *words)
+    rows_kept = memory_of(printed, *words)
     freed = memory_of(printed, *words, "--offload")
     sizes = build_tiny_model().config
     layers = sizes.num_hidden_layers
     size = 64 * sizes.hidden_size * 2 / 2**30
-    one = kept[8, "full, ZeRO-3", True]
-    other = freed[8, "full, ZeRO-3", True]
+    one = rows_kept[8, "full, ZeRO-3", True]
+    freed_row = freed[8, "full, ZeRO-3", True]
     assert layers > 1
-    assert one["activations"] - other["activations"] == pytest.approx((layers - 1) * size)
-    assert other["host"] == pytest.approx(layers * size)
+    assert one["activations"] - freed_row["activations"] == pytest.approx((layers - 1) * size)
+    assert freed_row["host"] == pytest.approx(layers * size)
     assert one["host"] == 0
-    assert other["largest"] > one["largest"]
-    assert kept[8, "full, ZeRO-3", False] == freed[8, "full, ZeRO-3", False]
+    assert freed_row["largest"] > one["largest"]
+    assert rows_kept[8, "full, ZeRO-3", False] == freed[8, "full, ZeRO-3", False]
     assert main(["plan", *map(str, words), "--offload"]) == 0
     assert "activations lie on the host" in capsys.readouterr().out
 

@@ -89,11 +89,11 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     rows = [json.loads(line) for line in (workplace / "rows.jsonl").read_text().splitlines()[:3]]
     rows[1]["prompt"][0]["reasoning_content"] = "a thought of mine"
     (workplace / "thoughts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said = "1 of 3 rows of the {} dataset has `reasoning_content` in messages of the role `user`"
+    warning = "1 of 3 rows of the {} dataset has `reasoning_content` in messages of the role `user`"
     files = {name: str(workplace / f"{name}.jsonl") for name in ("thoughts", "rows")}
     assert main(["show", files["thoughts"], "--model", str(workplace / "model"), *FLAGS]) == 0
     out = capsys.readouterr().out
-    assert said.format(files["thoughts"]) in out
+    assert warning.format(files["thoughts"]) in out
     # A lost text stands in the pack, before the text of its message that is not lost
     said_there = "{left out `reasoning_content` of user: a thought of mine}"
     before, _, behind = re.search(r"\[\d\] row 1, .*\n    (.*)", out).group(1).partition(said_there)
@@ -101,7 +101,7 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     assert behind.strip().startswith("the question 1")
     assert out.count("{left out `") == 1
     assert main(["check", str(workplace / "model"), "--dataset", files["thoughts"]]) == 1
-    assert said.format(files["thoughts"]) in capsys.readouterr().out
+    assert warning.format(files["thoughts"]) in capsys.readouterr().out
     assert main(["check", str(workplace / "model"), "--dataset", files["rows"], "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["complete"] is True
@@ -109,13 +109,13 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
 
 def test_documents_that_were_cut_are_marked(workplace, trainer, capsys, printed):
     source_words = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
-    documents = [each for pack in printed("show", *source_words, "--packs", 4) for each in pack["documents"]]
+    documents = [document for pack in printed("show", *source_words, "--packs", 4) for document in pack["documents"]]
     lengths = trainer.data.source.reader.lengths
     cut = [document for document in documents if document["cut_from"] is not None]
     assert 0 < len(cut) < len(documents)
-    for each in documents:
-        whole = int(lengths[each["row"]])
-        assert each["cut_from"] == (whole if whole > SETTINGS["max_length"] else None)
+    for document_shown in documents:
+        full_length = int(lengths[document_shown["row"]])
+        assert document_shown["cut_from"] == (full_length if full_length > SETTINGS["max_length"] else None)
     assert f"tokens 0-95 (cut from {cut[0]['cut_from']:,}), " in show(workplace, capsys, *FLAGS, "--packs", "4")
 
 
@@ -178,11 +178,11 @@ def test_the_picture_says_what_the_report_says(trainer):
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
     shown = [document for pack in report.sample.packs for document in pack.documents]
     documents = trainer.data.source.documents
-    trained = [documents.trained[documents.row == each.row].item() for each in shown]
+    trained = [documents.trained[documents.row == shown_document.row].item() for shown_document in shown]
     boxes = [
         path.get_extents() for drawn in strips.collections for path in drawn.get_paths() if len(drawn.get_facecolor())
     ]
-    assert trained == [each.num_trained for each in shown]
+    assert trained == [shown_document.num_trained for shown_document in shown]
     assert sum(trained) == pytest.approx(sum(box.width for box in boxes if box.height > 0.5))  # drawn tall
     # triangles cover the share of the causal mask that the title names: none crosses a boundary
     corners = [patch.get_xy()[:3] for patch in mask.patches]
@@ -321,7 +321,7 @@ def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, capsys, printed):
     assert main([*words, "--batch-size", "1"]) == 0
     assert "60 of 64 tokens" in capsys.readouterr().out
     (pack,) = packs = printed(*words)
-    assert {part["input_ids"] for each in pack["documents"] for part in each["parts"]} == {None}
+    assert {token_run["input_ids"] for document in pack["documents"] for token_run in document["parts"]} == {None}
     assert printed(*words, "--plot", tmp_path / "packs") == {"plot": str(tmp_path / "packs.png"), "packs": packs}
     assert (tmp_path / "packs.png").is_file()
     assert not (tmp_path / "packs").exists()

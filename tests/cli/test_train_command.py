@@ -404,7 +404,7 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     for one, two in ((3, 1), (None, None)):
         mixture = [{"path": "json", "data_files": "one.jsonl", "fraction": one}]
         mixture += [{"path": "json", "data_files": "two.jsonl", "fraction": two}]
-        ours = load_mixture(MixtureConfig([dict(each) for each in mixture]), seed=0)["train"]["text"]
+        ours = load_mixture(MixtureConfig([dict(entry) for entry in mixture]), seed=0)["train"]["text"]
         assert ours == get_dataset(DatasetMixtureConfig(mixture))["train"]["text"]
 
 

@@ -23,7 +23,7 @@ LENGTHS = [37, 5, 64, 1, 20]
 def test_documents_are_what_they_are_alone(model_type):
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the latter with GPU_TESTS_ON_CPU=1
     model = zoo.build_model(model_type).to(device, torch.bfloat16)
-    alone = copy.deepcopy(model).float()
+    model_alone = copy.deepcopy(model).float()
     packed = PackedModel(model, torch.bfloat16, device, max_length=64)
     report = packed.prove(model)
     assert report.isolated, report.summary()
@@ -32,14 +32,14 @@ def test_documents_are_what_they_are_alone(model_type):
     batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
     del batch["labels"]
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    alone.eval()
+    model_alone.eval()
     with torch.no_grad():
         together = model(**batch).logits[0].float()
-        exact = torch.cat([alone(ids[None].to(device), use_cache=False).logits[0] for ids in documents])
-        rounded = copy.deepcopy(alone).to(torch.bfloat16)
-        own = torch.cat([rounded(ids[None].to(device), use_cache=False).logits[0].float() for ids in documents])
+        exact = torch.cat([model_alone(ids[None].to(device), use_cache=False).logits[0] for ids in documents])
+        rounded = copy.deepcopy(model_alone).to(torch.bfloat16)
+        own_logits = torch.cat([rounded(ids[None].to(device), use_cache=False).logits[0].float() for ids in documents])
     # the pack is no further from fp32 than a few times what bf16 is for the documents alone
-    assert (together - exact).abs().max() <= 4 * (own - exact).abs().max()
+    assert (together - exact).abs().max() <= 4 * (own_logits - exact).abs().max()
 
 
 DEEP = {

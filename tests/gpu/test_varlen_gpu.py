@@ -90,14 +90,14 @@ def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_head
     # With a window of 1 and no sinks the softmax is 1, so dq and dk are exactly 0 and what is computed is rounding: it
     # is measured by the other results. Everywhere else each norm is far above a hundredth of the largest.
     least = 1e-2 * max(want.norm() for want in exact)
-    for name, got, want, other in zip(
+    for name, got, want, third in zip(
         ("out", "dq", "dk", "dv", "dsinks"),
         run_attention(on_cuda(window, scale), tensors, "cuda"),
         exact,
         rounded,
         strict=False,
     ):
-        error, allowed = ((x.double() - want).norm() / want.norm().clamp(min=least) for x in (got, other))
+        error, allowed = ((x.double() - want).norm() / want.norm().clamp(min=least) for x in (got, third))
         assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
 
 
@@ -128,8 +128,8 @@ def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, option
 
     exact = run_attention(by(attend_on_cpu), tensors, "cpu", torch.float64)
     rounded = run_attention(by(attend_on_cpu), tensors, "cpu")
-    for got, want, other in zip(run_attention(by(attend), tensors, "cuda"), exact, rounded, strict=True):
-        error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, other))
+    for got, want, third in zip(run_attention(by(attend), tensors, "cuda"), exact, rounded, strict=True):
+        error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, third))
         assert error <= 3 * allowed + 1e-3, (error.item(), allowed.item())
 
 
@@ -142,11 +142,11 @@ def test_forward_is_deterministic_and_documents_are_alone(sinks):
     changed = [x.clone() for x in tensors]
     for x in changed[:3]:
         x[:, :, 1:301] = torch.randn_like(x[:, :, 1:301])
-    other = attend(*changed)
+    outputs_changed = attend(*changed)
     keep = torch.ones(T, dtype=torch.bool, device="cuda")
     keep[1:301] = False
-    assert torch.equal(out[:, :, keep], other[:, :, keep])
-    assert not torch.equal(out, other)
+    assert torch.equal(out[:, :, keep], outputs_changed[:, :, keep])
+    assert not torch.equal(out, outputs_changed)
 
 
 EXTREME = ([16384], [8] * 2048, [1] * 2048, [1, 4000, 1, 200, 12182])
@@ -159,20 +159,22 @@ def test_documents_of_extreme_packs_are_what_they_are_alone(lengths, head_dim):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, n, sum(lengths), head_dim, generator=generator).bfloat16() for n in (8, 2, 2)]
 
-    def attend(lengths, part):
-        inputs = [x[:, :, part].cuda().requires_grad_() for x in tensors]
+    def attend(lengths, rows):
+        inputs = [x[:, :, rows].cuda().requires_grad_() for x in tensors]
         out = on_cuda(None, head_dim**-0.5, lengths)(*inputs)
         weights = torch.linspace(-1, 1, head_dim, device=out.device, dtype=out.dtype).expand_as(out)
         return [out.detach(), *torch.autograd.grad(out, inputs, weights)]
 
     outputs = attend(lengths, slice(None))
     assert all(x.isfinite().all() for x in outputs)
-    for part in (slice(0, lengths[0]), slice(sum(lengths) - lengths[-1], None)):
-        alone = attend([outputs[0][:, :, part].shape[2]], part)
+    for rows_of_document in (slice(0, lengths[0]), slice(sum(lengths) - lengths[-1], None)):
+        outputs_alone = attend([outputs[0][:, :, rows_of_document].shape[2]], rows_of_document)
         # for a document of one token the gradients of queries and keys are 0 but for rounding
-        least = 1e-2 * max(own.float().norm() for own in alone)
-        for packed, own in zip(outputs, alone, strict=True):
-            assert (packed[:, :, part] - own).float().norm() <= 0.02 * own.float().norm().clamp(min=least)
+        least = 1e-2 * max(own_outputs.float().norm() for own_outputs in outputs_alone)
+        for packed, own_part in zip(outputs, outputs_alone, strict=True):
+            assert (packed[:, :, rows_of_document] - own_part).float().norm() <= 0.02 * own_part.float().norm().clamp(
+                min=least
+            )
 
 
 def test_no_host_sync():
@@ -209,8 +211,8 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
     sizes |= {"head_dim": 64} if model_type in ("gemma3", "gpt_oss") else {}
     sizes |= {"num_experts_per_tok": 4} if model_type == "gpt_oss" else {}  # all: rounding makes a router choose others
     model = tiny_model(model_type, dtype=torch.bfloat16, **sizes).cuda().train()
-    alone = tiny_model(model_type, dtype=torch.bfloat16, attn_implementation="eager", **sizes).cuda().train()
-    exact = copy.deepcopy(alone).float()
+    model_alone = tiny_model(model_type, dtype=torch.bfloat16, attn_implementation="eager", **sizes).cuda().train()
+    exact = copy.deepcopy(model_alone).float()
     generator = torch.Generator().manual_seed(0)
     documents = [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in (1, 40, 7, 100)]
     batch = PackedDataCollator()(documents)
@@ -222,11 +224,16 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
     if checkpointing:
         enable_checkpointing(model, reentrant=False)
     ids = [torch.tensor([d["input_ids"]]).cuda() for d in documents]
-    outs = [torch.cat([each(x, use_cache=False).logits.float() for x in ids], 1) for each in (exact, alone)]
+    outs = [
+        torch.cat([any_model(x, use_cache=False).logits.float() for x in ids], 1) for any_model in (exact, model_alone)
+    ]
     outs.append(model(**batch).logits.float())
     for out in outs:
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).cuda()).sum().backward()
-    grads = [torch.cat([p.grad.flatten().float() for p in each.parameters()]) for each in (exact, alone, model)]
+    grads = [
+        torch.cat([p.grad.flatten().float() for p in any_model.parameters()])
+        for any_model in (exact, model_alone, model)
+    ]
     for right, rounded, packed in (outs, grads):
         assert (packed - right).norm() <= 3 * (rounded - right).norm()
         assert (rounded - right).norm() < 0.1 * right.norm()
@@ -267,8 +274,8 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     results = run_attention(attention(attend_pack_on_cuda, on_gpu), tensors, "cuda")
-    for got, want, other in zip(results, exact, rounded, strict=True):
-        assert (got - want).norm() < 2 * (other - want).norm() + 1e-3 * want.norm()
+    for got, want, third in zip(results, exact, rounded, strict=True):
+        assert (got - want).norm() < 2 * (third - want).norm() + 1e-3 * want.norm()
 
 
 @pytest.mark.parametrize("window", [None, 128])

@@ -21,7 +21,8 @@ class Model(nn.Module):
     def __init__(self, vocabulary: int = 64, width: int = 32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(512, width)
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
         self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
         self.head = nn.Linear(width, vocabulary)
@@ -152,7 +153,8 @@ def num_targets(batch: dict[str, Tensor]) -> Tensor:
 
 def weights_of(fault: str, found: list[tuple[Tensor, Tensor]], i: int, owner: Tensor) -> Any:
     """Return the weight of each token of micro-batch `i` of a step, or one weight for all of them."""
-    (loss, mask), parts = found[i], len(found)
+    loss, mask = found[i]
+    parts = len(found)
     count = sum(each.sum() for _, each in found).clamp(min=1)
     if fault in ("prime-rl#1957", "nanochat#400"):
         return count / mask.sum().clamp(min=1) / parts

@@ -121,7 +121,8 @@ def test_a_gap_of_numbers_that_are_not_finite_is_infinite(value, place):
 @pytest.mark.parametrize("size, gap", [(1e-2, 1.0), (1e-3, 1.0), (1e-4, 0.1), (1e-6, 1e-3)])
 def test_a_small_gradient_is_compared_with_a_thousandth_of_the_whole(size, gap):
     right = torch.zeros(2, 8, dtype=torch.float64)
-    right[0, 0], right[1, 0] = 10, 10 * size
+    right[0, 0] = 10
+    right[1, 0] = 10 * size
     wrong = right.clone()
     wrong[1] = 0
     assert largest_gap(wrong, right) == pytest.approx(gap, rel=1e-3)

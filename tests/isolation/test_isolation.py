@@ -424,7 +424,8 @@ def test_only_rope_that_depends_on_length_is_a_threshold():
     config.rope_parameters |= {"short_mscale": 1.0, "long_mscale": 1.25}  # of phimoe, by which angles are multiplied
     assert thresholds(config, 1024, 13) == ({"original_max_position_embeddings": 48}, {})
     own = build_tiny_model().config
-    own.rope_parameters["rope_type"], own.original_max_position_embeddings = "of its own code", 48
+    own.rope_parameters["rope_type"] = "of its own code"
+    own.original_max_position_embeddings = 48
     assert thresholds(own, 1024, 13)[0] == {"original_max_position_embeddings": 48}, "what is unknown is tested"
 
 

@@ -45,10 +45,10 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
     """Two steps each; `python benchmarks/balance.py` has 8 and 512 ranks and more lengths."""
     slots = 64 * ACCUMULATION
     lengths = long_mix(int(2.1 * slots * capacity / long_mix(20_000, capacity).mean()), capacity)
-    made = schedules(lengths, capacity, 64, drop_last=True)
-    ours = {kind: imbalance(schedule, LLAMA_7B(lengths), kind[1]) for kind, schedule in made.items()}
+    schedules_made = schedules(lengths, capacity, 64, drop_last=True)
+    ours = {kind: imbalance(schedule, LLAMA_7B(lengths), kind[1]) for kind, schedule in schedules_made.items()}
     bound = {
-        kind: imbalance_bound(made["none", "micro"], Units(lengths, LLAMA_7B), capacity, synchronisation=kind)
+        kind: imbalance_bound(schedules_made["none", "micro"], Units(lengths, LLAMA_7B), capacity, synchronisation=kind)
         for kind in ("micro", "step")
     }
     assert ours["step", "micro"] <= min(target, bound["micro"] + 0.007), "further from the bound than measured (0.005)"
@@ -85,9 +85,9 @@ def test_full_slots_are_filled_to_the_token(by_rank):
 def test_steps_keep_their_documents_and_wait_no_longer_than_as_they_come(lengths, world_size, accumulation, per_pair):
     lengths = np.array(lengths)
     model = CostModel(1.0, per_pair)
-    made = schedules(lengths, 64, world_size, accumulation, model)
-    as_they_come = made["none", "micro"]
-    for (balance, synchronisation), schedule in made.items():
+    schedules_made = schedules(lengths, 64, world_size, accumulation, model)
+    as_they_come = schedules_made["none", "micro"]
+    for (balance, synchronisation), schedule in schedules_made.items():
         assert schedule.num_steps == as_they_come.num_steps
         for step in range(schedule.num_steps):
             assert sorted(schedule.step_documents(step)) == sorted(as_they_come.step_documents(step))
@@ -102,11 +102,11 @@ def test_minibatches_are_balanced_within_their_steps():
     lengths = np.random.default_rng(0).choice([100, 900], 512, p=[0.8, 0.2])
     model = CostModel(1.0, 0.01)
     sizes = {"max_length": 900, "batch_size": 8, "accumulation": 4, "world_size": 4}
-    packings = {each: Packing(strategy="minibatch", balance=each, **sizes) for each in ("step", "none")}
+    packings = {balance: Packing(strategy="minibatch", balance=balance, **sizes) for balance in ("step", "none")}
     units = Units(lengths, model)
     order = np.arange(512)
-    made = {balance: packing.schedule_unpacked_steps(units, order) for balance, packing in packings.items()}
-    ratio = {balance: imbalance(schedule, model(lengths), "micro") for balance, schedule in made.items()}
+    schedules_made = {balance: packing.schedule_unpacked_steps(units, order) for balance, packing in packings.items()}
+    ratio = {balance: imbalance(schedule, model(lengths), "micro") for balance, schedule in schedules_made.items()}
     assert ratio["none"] > 1.05
     assert ratio["step"] < 1 + (ratio["none"] - 1) / 2
 

@@ -151,7 +151,7 @@ def slots_of(documents, capacity, lengths, excess=None, spare=0):
 
 def deal_plainly(slots, documents, groups, limit):
     """Deal each document to the group with the least excess that has room, without a heap."""
-    left = []
+    documents_left = []
     for document in documents:
         wanted = min(slots.lengths[document] + slots.spare, slots.capacity)
         keys = []
@@ -161,10 +161,10 @@ def deal_plainly(slots, documents, groups, limit):
             keys.append((room < wanted, (load,) if room >= wanted else (-room, load), group))
         has_no_room, key, group = min(keys)
         if key[-1] + slots.costs[document] > limit or (has_no_room and limit < np.inf):
-            left.append(document)
+            documents_left.append(document)
         else:
             slots.put_document(document, max(group, key=slots.room.__getitem__))
-    return left
+    return documents_left
 
 
 @pytest.mark.parametrize("limit", [np.inf, 30, 12])
@@ -186,7 +186,7 @@ def test_documents_go_to_the_group_with_the_least_excess_that_has_room(limit, sp
 
 
 @pytest.mark.parametrize(
-    "rooms, left, filled",
+    "rooms, documents_left, filled",
     [
         ([9, 8], [0, 1, 2, 3], [9, 8]),  # 9 tokens are more than two documents of at most 4; 8 are no sum of two
         ([7, 1], [2], [0, 0]),
@@ -194,13 +194,13 @@ def test_documents_go_to_the_group_with_the_least_excess_that_has_room(limit, sp
         ([0, -1], [0, 1, 2, 3], [0, -1]),
     ],
 )
-def test_slots_with_little_room_are_filled_to_the_token(rooms, left, filled):
+def test_slots_with_little_room_are_filled_to_the_token(rooms, documents_left, filled):
     slots = slots_of([[], []], 12, [4, 3, 2, 1])
     slots.room = [*rooms]
-    assert slots.fill_slots_exactly([0, 1, 2, 3]) == left
+    assert slots.fill_slots_exactly([0, 1, 2, 3]) == documents_left
     assert slots.room == filled
     assert sorted(document for documents in slots.documents for document in documents) == [
-        document for document in range(4) if document not in left
+        document for document in range(4) if document not in documents_left
     ]
 
 
@@ -311,7 +311,7 @@ RULED_PACKS = [np.array([1, 0, 7, 4]), np.array([5, 6, 3, 2])]
 PARALLEL = SequenceParallel(tokens_per_rank=21, degrees=(1,))
 
 
-@pytest.mark.parametrize("kind, most", [(Bins, 5), (FewUnits, 4)])
+@pytest.mark.parametrize("kind, most_packs", [(Bins, 5), (FewUnits, 4)])
 @pytest.mark.parametrize(
     "deal",
     [
@@ -321,6 +321,6 @@ PARALLEL = SequenceParallel(tokens_per_rank=21, degrees=(1,))
     ],
     ids=["balance", "targets", "groups"],
 )
-def test_units_that_are_dealt_anew_obey_the_rule_of_bins(deal, kind, most):
+def test_units_that_are_dealt_anew_obey_the_rule_of_bins(deal, kind, most_packs):
     packs = deal(kind(capacity=21, world_size=2))
-    assert max(map(len, packs)) == most
+    assert max(map(len, packs)) == most_packs

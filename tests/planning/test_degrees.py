@@ -73,7 +73,8 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     share_prefixes = "family" if kind == "families" else "off"
     how = {"accumulation": accumulation, "speeds": speeds, "cost_model": costs, "share_prefixes": share_prefixes}
     epochs = planner(documents, *world, **how)
-    (schedule, units), packing = of_units(epochs, epoch), epochs.packing
+    schedule, units = of_units(epochs, epoch)
+    packing = epochs.packing
     seconds = modelled_time(schedule, units, packing.parallel)[0].sum()
     assert time_bound(schedule, units, packing.bins, parallel=packing.parallel) <= seconds * (1 + 1e-9)
     members = map(schedule.step_documents, range(schedule.num_steps))
@@ -82,7 +83,7 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     for degree in possible:
         divided = [step.divide_with_degree(step.members, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
-            assert seconds <= sum(each.seconds for each in divided) * (1 + 1e-9), degree
+            assert seconds <= sum(pack_of_rank.seconds for pack_of_rank in divided) * (1 + 1e-9), degree
 
 
 def test_faster_than_any_one_degree_where_lengths_differ():
@@ -160,13 +161,13 @@ def test_a_model_without_attention_pays_for_exchanges(model_type):
     assert GroupTimes(costs).exchange(4) == pytest.approx((seconds, latency))
     assert GroupTimes(costs).seconds(np.zeros(1), np.array([400]), 4)[0] == pytest.approx(100 * seconds + latency)
     lengths = np.random.default_rng(0).integers(2, 12, 400).tolist()
-    chosen = [
-        planner(lengths, cost_model=each, speeds=Speeds(), world_size=8, max_length=32).schedule(0).degrees
-        for each in (costs, replace(costs, mixers=()))
+    degrees = [
+        planner(lengths, cost_model=cost_model, speeds=Speeds(), world_size=8, max_length=32).schedule(0).degrees
+        for cost_model in (costs, replace(costs, mixers=()))
     ]
-    assert (chosen[0] == 1).mean() > 0.7
-    assert chosen[0].max() == 2
-    assert (chosen[1] > 2).mean() > 0.7
+    assert (degrees[0] == 1).mean() > 0.7
+    assert degrees[0].max() == 2
+    assert (degrees[1] > 2).mean() > 0.7
 
 
 def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
@@ -189,19 +190,21 @@ def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
         rows = DocumentDataset(reader, documents)
         return document_loader(rows, sampler, PackCollator(PackedDataCollator()), device=None)
 
-    whole = loader()
-    rest = skip_first_batches(loader(), 3)
-    for each in (whole, rest):
-        each.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
-    batches = list(whole)
-    assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[3:]]
-    parts = [(b[LAYOUT_KEY].group.size, b[LAYOUT_KEY].group.rank) if LAYOUT_KEY in b else (1, 0) for b in batches]
-    assert parts == list(whole.batch_sampler.planner.schedule(1).parts_of_rank(3))
-    assert len(set(parts)) > 1
+    whole_epoch = loader()
+    epoch_rest = skip_first_batches(loader(), 3)
+    for any_loader in (whole_epoch, epoch_rest):
+        any_loader.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
+    batches = list(whole_epoch)
+    assert [batch["input_ids"].tolist() for batch in epoch_rest] == [
+        batch["input_ids"].tolist() for batch in batches[3:]
+    ]
+    rank_parts = [(b[LAYOUT_KEY].group.size, b[LAYOUT_KEY].group.rank) if LAYOUT_KEY in b else (1, 0) for b in batches]
+    assert rank_parts == list(whole_epoch.batch_sampler.planner.schedule(1).parts_of_rank(3))
+    assert len(set(rank_parts)) > 1
 
 
 def test_a_restart_knows_another_number_of_tokens_per_rank():
-    before, now = (planner([5, 6], 4, each).packing.settings("table") for each in (16, 32))
+    before, now = (planner([5, 6], 4, tokens_per_rank).packing.settings("table") for tokens_per_rank in (16, 32))
     assert compare_settings(before, now) == {"tokens_per_rank": (16, 32)}
     assert "tokens_per_rank" not in REPLANNED_SETTINGS
 

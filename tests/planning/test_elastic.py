@@ -49,8 +49,8 @@ class Saved:
         epoch, trained = epoch_progress(planner, step)
         save_trained(folder, *trained)
         read = read_trained(folder, len(planner.documents))
-        for kept, read_back in zip(trained, read, strict=True):
-            assert np.array_equal(kept, read_back)
+        for planned_again, read_back in zip(trained, read, strict=True):
+            assert np.array_equal(planned_again, read_back)
         self.step = step
         self.launch = launch
         self.state = epoch | {
@@ -77,8 +77,8 @@ def documents_of(planner, step):
     first = inside * planner.packing.accumulation
     for rank in range(planner.packing.world_size):
         batches = list(schedule.micro_batches(rank))[first : first + planner.packing.accumulation]
-        parts = list(schedule.parts_of_rank(rank))[first : first + planner.packing.accumulation]
-        for batch, (_, index) in zip(batches, parts, strict=True):
+        rank_parts = list(schedule.parts_of_rank(rank))[first : first + planner.packing.accumulation]
+        for batch, (_, index) in zip(batches, rank_parts, strict=True):
             rows += [i for i in batch.tolist() if i != NO_DOCUMENTS and not index]
     return epoch, rows
 
@@ -172,10 +172,10 @@ def test_an_epoch_that_drops_its_last_step_ends_there(tmp_path):
 def test_documents_that_are_taken_keep_what_belongs_to_them():
     """Images, trained tokens and blocks; the cache of their plans has a name of its own."""
     num = len(FOREST)
-    chosen = np.random.default_rng(1).random(num) < 0.5
+    is_chosen = np.random.default_rng(1).random(num) < 0.5
     documents = replace(FOREST, block=np.arange(num), image_values=np.arange(num) * 2, image_squares=np.arange(num) * 3)
-    taken = documents.select(chosen)
-    numbers = np.flatnonzero(chosen)
+    subset = documents.select(is_chosen)
+    numbers = np.flatnonzero(is_chosen)
     for name in ("row", "start", "stop", "trained", "block", "image_values", "image_squares"):
-        assert np.array_equal(getattr(taken, name), getattr(documents, name)[numbers])
+        assert np.array_equal(getattr(subset, name), getattr(documents, name)[numbers])
     assert Documents(*[np.zeros(2, np.int64)] * 4, Ledger()).select(np.array([True, False])).file is None

@@ -40,7 +40,7 @@ def few_are_many(monkeypatch):
     monkeypatch.setattr(epochs, "MIN_CACHED_DOCUMENTS", 2000)
 
 
-def made(folder, num=2000, longest=40, wrapped=False):
+def saved_documents(folder, num=2000, longest=40, wrapped=False):
     """Return documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
     zero = np.zeros(num, np.int64)
@@ -55,17 +55,17 @@ def planner(documents, strategy="stream", world_size=2, **settings):
     return make_epochs(documents, strategy, 4, 512, accumulation=2, world_size=world_size, **settings)
 
 
-def same(one, other):
-    assert one.num_skipped == other.num_skipped
-    return np.array_equal(one.order, other.order) and np.array_equal(one.offsets, other.offsets)
+def same(one, another):
+    assert one.num_skipped == another.num_skipped
+    return np.array_equal(one.order, another.order) and np.array_equal(one.offsets, another.offsets)
 
 
 def is_mapped(values):
     """Whether they lie in a file that is mapped."""
     place = values.__array_interface__["data"][0]
     for line in Path("/proc/self/maps").read_text().splitlines():
-        start, stop = (int(end, 16) for end in line.split()[0].split("-"))
-        if start <= place < stop:
+        begin, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if begin <= place < stop:
             return line.endswith(SUFFIX)
     raise AssertionError("no such memory")
 
@@ -78,34 +78,34 @@ def tampered(file):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
-    documents = made(tmp_path, wrapped=strategy == "wrapped")
-    alone = planner(replace(documents, file=None), strategy, drop_last=True)
+    documents = saved_documents(tmp_path, wrapped=strategy == "wrapped")
+    planner_alone = planner(replace(documents, file=None), strategy, drop_last=True)
     first, second = (planner(documents, strategy, drop_last=True) for _ in range(2))
     for epoch in (0, 1):
-        expected = alone.schedule(epoch)
+        expected = planner_alone.schedule(epoch)
         for planner_of_two in (first, second):
             got = planner_of_two.schedule(epoch)
             assert same(got, expected), epoch
             assert is_mapped(got.order), epoch
-    assert first.num_steps == second.num_steps == alone.num_steps
+    assert first.num_steps == second.num_steps == planner_alone.num_steps
     if strategy != "minibatch":
         again = planner(documents, strategy).first_plan
         assert is_mapped(again.order)
-        assert again.lower_bound == alone.first_plan.lower_bound
+        assert again.lower_bound == planner_alone.first_plan.lower_bound
     assert not list(tmp_path.glob("*.tmp*"))
 
 
 def test_a_second_start_plans_nothing(tmp_path):
     """Kept files with other packs come back as they are: so nothing was planned."""
-    documents = made(tmp_path)
+    documents = saved_documents(tmp_path)
     first = planner(documents)
     for kind in ("plan", "schedule"):
         first.schedule(0)
         tampered(first.cache_file(kind, 0))
     second = planner(documents)
-    alone = planner(replace(documents, file=None))
-    assert second.first_plan.order[-2:].tolist() == alone.first_plan.order[-2:][::-1].tolist()
-    assert second.schedule(0).order[-2:].tolist() == alone.schedule(0).order[-2:][::-1].tolist()
+    planner_alone = planner(replace(documents, file=None))
+    assert second.first_plan.order[-2:].tolist() == planner_alone.first_plan.order[-2:][::-1].tolist()
+    assert second.schedule(0).order[-2:].tolist() == planner_alone.schedule(0).order[-2:][::-1].tolist()
 
 
 def array_in(file, make):
@@ -121,9 +121,9 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatc
     spans = []
 
     def make():
-        start = time.monotonic()
+        begin = time.monotonic()
         time.sleep(0.3)  # so that the others come in the meantime
-        spans.append((start, time.monotonic()))
+        spans.append((begin, time.monotonic()))
         return np.arange(5)
 
     def refuse(*_):
@@ -137,9 +137,9 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatc
         arrays_found = list(pool.map(lambda _: array_in(tmp_path / f"x{SUFFIX}", make), range(4)))
     assert all(is_mapped(values) != is_read_only and values.tolist() == [0, 1, 2, 3, 4] for values in arrays_found)
     assert len(spans) == (4 if is_read_only else 1)
-    first, *others = sorted(spans)
-    assert all(first[1] <= start for start, _ in others)
-    assert not others or max(start for start, _ in others) < min(stop for _, stop in others)
+    first, *later_spans = sorted(spans)
+    assert all(first[1] <= begin for begin, _ in later_spans)
+    assert not later_spans or max(begin for begin, _ in later_spans) < min(stop for _, stop in later_spans)
 
 
 def test_a_folder_that_cannot_be_written_makes_no_process_wait(tmp_path, monkeypatch):
@@ -198,14 +198,14 @@ def test_a_system_without_fcntl_caches_without_a_lock(tmp_path, monkeypatch):
 
 
 def test_all_columns_of_documents_are_mapped(tmp_path):
-    documents = made(tmp_path)
+    documents = saved_documents(tmp_path)
     order = np.arange(2000)
     columns = {name: order * i for i, name in enumerate(DOCUMENT_ARRAYS[4:])}
     documents = replace(documents, token_order=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
     rewrite(documents.file, documents.to_arrays())
     read = Documents.from_arrays(read_arrays(documents.file), documents.file)
-    for one, other in [(read.token_order, documents.token_order), (read, documents)]:
-        for name, values in vars(other).items():
+    for one, original in [(read.token_order, documents.token_order), (read, documents)]:
+        for name, values in vars(original).items():
             if isinstance(values, np.ndarray):
                 assert is_mapped(getattr(one, name))
                 assert np.array_equal(getattr(one, name), values)
@@ -219,10 +219,10 @@ def test_no_damage_is_believed_or_ends_the_start(tmp_path):
     file = tmp_path / f"x{SUFFIX}"
     expected = np.random.default_rng(0).permutation(50)
     array_in(file, lambda: expected)
-    whole = file.read_bytes()
+    whole_content = file.read_bytes()
     draw = random.Random(0)
     for number in range(300):
-        content = bytearray(whole)
+        content = bytearray(whole_content)
         place = draw.randrange(len(content))
         size = draw.choice([8, 64])
         match number % 4:
@@ -236,17 +236,17 @@ def test_no_damage_is_believed_or_ends_the_start(tmp_path):
                 content[:size], content[-size:] = content[-size:], content[:size]
         file.unlink()
         file.write_bytes(content)
-        made = []
-        assert array_in(file, lambda made=made: made.append(1) or expected).tolist() == expected.tolist()
-        assert made or content == whole
-    other = tmp_path / f"y{SUFFIX}"
-    shutil.copyfile(file, other)
-    assert array_in(other, lambda: np.arange(2)).tolist() == [0, 1]
+        calls = []
+        assert array_in(file, lambda made=calls: made.append(1) or expected).tolist() == expected.tolist()
+        assert calls or content == whole_content
+    other_file = tmp_path / f"y{SUFFIX}"
+    shutil.copyfile(file, other_file)
+    assert array_in(other_file, lambda: np.arange(2)).tolist() == [0, 1]
 
 
 def test_every_setting_has_its_own_file(tmp_path):
-    documents = made(tmp_path)
-    whole = planner(documents)
+    documents = saved_documents(tmp_path)
+    whole_planner = planner(documents)
     files = {}
     present = {name: change for name, change in CHANGES.items() if features_in({name: change.value}) <= PRESENT}
     for name, change in present.items():
@@ -254,11 +254,13 @@ def test_every_setting_has_its_own_file(tmp_path):
         files[name] = [changed.cache_file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
     for name in [name for name, change in present.items() if change.changes == "nothing"]:
-        assert files.pop(name) == [whole.cache_file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
-    assert len(schedules | {whole.cache_file("schedule", 1)}) == len(files) + 2, "two settings with one schedule"
+        assert files.pop(name) == [whole_planner.cache_file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
+    assert len(schedules | {whole_planner.cache_file("schedule", 1)}) == len(files) + 2, (
+        "two settings with one schedule"
+    )
     groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))
     assert len({planner_of_group.cache_file("schedule", 0) for planner_of_group in groups}) == 2
-    plans = {name for name, (plan, _) in files.items() if plan != whole.cache_file("plan", 0)}
+    plans = {name for name, (plan, _) in files.items() if plan != whole_planner.cache_file("plan", 0)}
     assert plans == {name for name, change in CHANGES.items() if change.changes == "packs"}
 
 
@@ -322,8 +324,8 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
 
 
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
-    documents = made(tmp_path)
-    few = made(tmp_path, num=epochs.MIN_CACHED_DOCUMENTS - 1)
+    documents = saved_documents(tmp_path)
+    few = saved_documents(tmp_path, num=epochs.MIN_CACHED_DOCUMENTS - 1)
     for planner_of_few in (planner(few), planner(replace(documents, file=None))):
         planner_of_few.schedule(0)
     assert not list(tmp_path.glob(PACKS))
@@ -335,7 +337,7 @@ def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
 
 
 def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_them(tmp_path):
-    documents = made(tmp_path)
+    documents = saved_documents(tmp_path)
     planner(documents).schedule(0)
     reading = planner(documents)
     expected = reading.schedule(0).order.copy()

@@ -99,14 +99,14 @@ def test_the_rest_of_an_epoch_is_planned_as_a_table_of_its_own():
     assert [len(schedule.step_documents(step)) for step in range(4)] == [0, 0, 4, 2]
     assert schedule.degrees.tolist() == [1] * 8
     assert schedule.num_skipped == 0
-    rest = make_epochs(planner.documents.select(~trained), "minibatch", batch_size=2, accumulation=2, seed=6).schedule(
-        0
-    )
-    assert schedule.order.tolist() == np.flatnonzero(~trained)[rest.order].tolist()
-    other = make_epochs(planner.documents.select(~trained), "minibatch", batch_size=2, accumulation=2, seed=4).schedule(
-        0
-    )
-    assert rest.order.tolist() != other.order.tolist(), "the seed decides nothing"
+    rest_of_epoch = make_epochs(
+        planner.documents.select(~trained), "minibatch", batch_size=2, accumulation=2, seed=6
+    ).schedule(0)
+    assert schedule.order.tolist() == np.flatnonzero(~trained)[rest_of_epoch.order].tolist()
+    other_order = make_epochs(
+        planner.documents.select(~trained), "minibatch", batch_size=2, accumulation=2, seed=4
+    ).schedule(0)
+    assert rest_of_epoch.order.tolist() != other_order.order.tolist(), "the seed decides nothing"
     assert planner.trained_documents(1, 2).tolist() == trained.tolist()
     assert planner.trained_documents(1, 3).sum() == 8
     assert planner.trained_documents(1, 4).all()

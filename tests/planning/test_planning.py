@@ -164,8 +164,10 @@ def test_stream_displaces_documents_by_less_than_two_buffers():
     order = np.random.default_rng(1).permutation(len(lengths))
     plan = plan_stream(lengths, order, 2048, buffer_size=500)
     moved = displacement(plan, order)
-    in_order = zip(*(np.array_split(lengths[each], 4) for each in (plan.order, order)), strict=True)
-    assert max(abs(got.mean() / given.mean() - 1) for got, given in in_order) < 0.02, "packs are in an order of length"
+    in_order = zip(*(np.array_split(lengths[indices], 4) for indices in (plan.order, order)), strict=True)
+    assert max(abs(got.mean() / as_given.mean() - 1) for got, as_given in in_order) < 0.02, (
+        "packs are in an order of length"
+    )
     assert 50 < np.percentile(moved, 99) < 2 * 500
     assert moved.max() < 4 * 500
 
@@ -214,20 +216,20 @@ def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
     assert len(packs) <= 1.004 * plan.num_packs
     assert lengths.sum() > 0.985 * 2048 * len(packs)
     for num in (1, 2000, len(packs) - 400):  # a restart knows the documents that wait, in their order
-        rest = np.setdiff1d(np.arange(len(lengths)), np.concatenate(packs[:num]))
-        resumed = StreamPacker(lengths[rest].tolist(), 2048, 1000, longest=2048)
-        assert [rest[pack].tolist() for pack in resumed] == packs[num:]
+        rest_of_documents = np.setdiff1d(np.arange(len(lengths)), np.concatenate(packs[:num]))
+        resumed = StreamPacker(lengths[rest_of_documents].tolist(), 2048, 1000, longest=2048)
+        assert [rest_of_documents[pack].tolist() for pack in resumed] == packs[num:]
 
 
 def bound_by_definition(lengths: list[int], capacity: int) -> int:
     """Compute L2 of Martello and Toth, threshold by threshold."""
     best = 0
     for k in range(capacity // 2 + 1):
-        alone = [w for w in lengths if w > capacity - k]
+        documents_alone = [w for w in lengths if w > capacity - k]
         long = [w for w in lengths if capacity / 2 < w <= capacity - k]
         short = [w for w in lengths if k <= w <= capacity / 2]
         overflow = sum(short) - (len(long) * capacity - sum(long))
-        best = max(best, len(alone) + len(long) + max(0, -(-overflow // capacity)))
+        best = max(best, len(documents_alone) + len(long) + max(0, -(-overflow // capacity)))
     return best
 
 
@@ -273,8 +275,8 @@ def test_epochs_and_seeds_differ_and_are_reproducible(strategy):
     plans = [plan_packs(lengths, 512, strategy, *pair) for pair in [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]]
     assert len({tuple(plan.order) for plan in plans}) == 4
     assert packs_of(plans[0]) == packs_of(plans[-1])
-    one, other = ({frozenset(pack) for pack in packs_of(plan)} for plan in plans[:2])
-    assert len(one & other) < len(one) / 2  # other packs, not the same ones in another order
+    one, other_packs = ({frozenset(pack) for pack in packs_of(plan)} for plan in plans[:2])
+    assert len(one & other_packs) < len(one) / 2  # other packs, not the same ones in another order
 
 
 @pytest.mark.parametrize("strategy", PLANNED)
@@ -297,7 +299,7 @@ def test_full_and_tiny_documents(strategy):
 
 
 @pytest.mark.parametrize(
-    "arguments, parts",
+    "arguments, phrases",
     [
         ({"strategy": "bfd_split"}, ["'bfd_split'", "from lengths alone", "split the documents", "strategy='bfd'"]),
         (
@@ -322,11 +324,11 @@ def test_full_and_tiny_documents(strategy):
         ({"epoch": 0.5}, ["epoch=0.5", "non-negative", "Set epoch to 0"]),
     ],
 )
-def test_messages(arguments, parts):
+def test_messages(arguments, phrases):
     with pytest.raises(ValueError) as error:
         plan_packs(**({"lengths": [1, 2, 3], "capacity": 8} | arguments))
-    for part in parts:
-        assert part in str(error.value)
+    for phrase in phrases:
+        assert phrase in str(error.value)
 
 
 @pytest.mark.processes

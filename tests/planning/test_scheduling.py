@@ -30,8 +30,8 @@ def rows_of(num: int, seed: int, longest: int = ROOM) -> list[list[int]]:
     """Return documents of 2 to `longest` tokens, of which many begin as others do, and few are long."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(0, 9, rng.integers(20, 40)) for _ in range(3)]
-    most = rng.choice([8, 20, longest])
-    rows = [[*stems[i % 3][: 40 * (i % 4)], *rng.integers(0, 9, rng.integers(2, most + 1))] for i in range(num)]
+    most_tokens = rng.choice([8, 20, longest])
+    rows = [[*stems[i % 3][: 40 * (i % 4)], *rng.integers(0, 9, rng.integers(2, most_tokens + 1))] for i in range(num)]
     return [row[:longest] for row in rows]
 
 
@@ -63,7 +63,8 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
     packing = plan.packing
     documents = plan.documents
     problems = set()
-    schedule, (planned, units) = plan.schedule(epoch), of_units(plan, epoch)
+    schedule = plan.schedule(epoch)
+    planned, units = of_units(plan, epoch)
     rows = slot_rows(plan, epoch).reshape(-1, packing.world_size)
     capacity = packing.tokens_per_rank * schedule.degrees[:, None] if packing.tokens_per_rank else packing.capacity
     if (rows > capacity).any() or len(planned.order) != len(set(planned.order.tolist())):
@@ -83,7 +84,8 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
             order = unpacked_order(num, packing.seed, epoch) if packing.shuffle else np.arange(num)
             if sorted(schedule.step_documents(step)) != sorted(order[step * per_step : (step + 1) * per_step]):
                 problems.add("other documents than in the step of the unpacked run")
-    costs, all_costs = rank_costs(planned, units.costs()).sum(), units.costs()[planned.order].sum()
+    costs = rank_costs(planned, units.costs()).sum()
+    all_costs = units.costs()[planned.order].sum()
     return problems if costs == pytest.approx(all_costs) else problems | {"a cost is not counted"}
 
 
@@ -101,13 +103,15 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
             return {"another number of micro-batches"}
     for micro_step in zip(*batches, strict=True):
         degree = micro_step[0].group.size
-        if {each.group.size for each in micro_step} != {degree} or degree not in (packing.degrees or (1,)):
+        if {micro_batch.group.size for micro_batch in micro_step} != {degree} or degree not in (
+            packing.degrees or (1,)
+        ):
             problems_found.add("several degrees in a micro-step, or one at which the model is not proved")
         for leader in range(0, len(ranks), degree):
             group = micro_step[leader : leader + degree]
-            if [each.group.rank for each in group] != list(range(degree)):
+            if [micro_batch.group.rank for micro_batch in group] != list(range(degree)):
                 problems_found.add("parts out of order")
-            if any(each != group[0] for each in group):
+            if any(micro_batch != group[0] for micro_batch in group):
                 problems_found.add("members of a group have other packs")
             pack = [] if group[0] == [NO_DOCUMENTS] else group[0]
             problems_found |= {"an empty rank with documents"} if NO_DOCUMENTS in pack else set()
@@ -156,8 +160,8 @@ def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per
         assert make_epochs(documents, strategy, max_length=ROOM, **run | {"drop_last": False}).num_steps == 1
         return
     assert problems(ranks, epoch) == set()
-    whole = make_epochs(documents, strategy, max_length=ROOM, **run | {"drop_last": False}).num_steps
-    assert whole - run["drop_last"] <= ranks[0].num_steps <= whole
+    num_whole_steps = make_epochs(documents, strategy, max_length=ROOM, **run | {"drop_last": False}).num_steps
+    assert num_whole_steps - run["drop_last"] <= ranks[0].num_steps <= num_whole_steps
 
 
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():

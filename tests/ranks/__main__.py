@@ -36,7 +36,7 @@ RESTARTS = {name: engine for name, engine in RESTARTS.items() if name in ROWS}
 def equivalence() -> Scenarios:
     """Return the rows of the table, and what is compared without a trainer."""
     rows = {f"{engine}/{name}": partial(training.train, row=ROWS[name], engine=engine) for engine, name in PAIRS}
-    rows |= {f"ddp4/{each.__name__}": each for each in (exchange.attention, exchange.proofs)}
+    rows |= {f"ddp4/{scenario.__name__}": scenario for scenario in (exchange.attention, exchange.proofs)}
     return rows | ({"ddp4/mixers": OF_HYBRIDS.mixers} if OF_HYBRIDS is not None else {})
 
 
@@ -59,7 +59,7 @@ def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
         return training.train(folder, row, engine, data=data)
 
 
-def whole() -> Scenarios:
+def whole_engines() -> Scenarios:
     """Return the scenarios for what a comparison of weights does not show."""
     s = scenarios
     scenarios_found = {}
@@ -85,9 +85,9 @@ def whole() -> Scenarios:
     for name, engine in RESTARTS.items():
         add(engine, restarts.restart_steps, f"restart_{name}", output=f"restart_{name}", row=ROWS[name])
     ddp(s.evaluation, "minibatch_trained", packing_strategy="minibatch")
-    parts = ROWS["parts"]
-    ddp(s.refused, "other_packs", row=parts, data=lambda: reversed_on_odd_ranks(parts.documents()))
-    ddp(s.refused, "other_second_pass", row=parts, data=s.other_second_pass, max_steps=6)
+    row_of_parts = ROWS["parts"]
+    ddp(s.refused, "other_packs", row=row_of_parts, data=lambda: reversed_on_odd_ranks(row_of_parts.documents()))
+    ddp(s.refused, "other_second_pass", row=row_of_parts, data=s.other_second_pass, max_steps=6)
     if "parts_prefixes_llava" in ROWS:
         ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
     ddp(s.refused, "other_rows", row=Row(), data=s.rows_of_each_rank)
@@ -113,21 +113,23 @@ def pairs() -> Scenarios:
     return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in engine_names}
 
 
-PARTS = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs}
+PARTS = {"equivalence": equivalence, "planted": planted, "whole": whole_engines, "pairs": pairs}
 
 
-def main(folder: str, part: str, *only: str) -> int:
+def main(folder: str, part_name: str, *only: str) -> int:
     warnings.simplefilter("ignore")
-    if part == "die":
+    if part_name == "die":
         if only[0] in SHARDED:
             run_deepspeed_on_cpus()
         restarts.die(Path(folder), only[0])
         return 0
     on_ranks = {row.model for row in ROWS.values() if row.engines != ONE}
-    for model in on_ranks if part in ("equivalence", "planted", "whole") else ["llama"]:
+    for model in on_ranks if part_name in ("equivalence", "planted", "whole") else ["llama"]:
         training.save_model(Path(folder), model)
-    scenarios = PARTS[part]()
-    return int(not run_all(Path(folder), {name: each for name, each in scenarios.items() if not only or name in only}))
+    scenarios = PARTS[part_name]()
+    return int(
+        not run_all(Path(folder), {name: scenario for name, scenario in scenarios.items() if not only or name in only})
+    )
 
 
 if __name__ == "__main__":

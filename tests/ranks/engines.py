@@ -46,7 +46,7 @@ DIVIDING = {
 LAUNCHES = {
     "ddp": (2, ["ddp"]),
     "ddp4": (4, ["ddp4"]),
-    "deepspeed": (2, [each for each in SHARDED if SHARDS_GRADIENTS_ON_CPUS or each.startswith("zero3")]),
+    "deepspeed": (2, [name for name in SHARDED if SHARDS_GRADIENTS_ON_CPUS or name.startswith("zero3")]),
     "fsdp2": (2, ["fsdp2"]),
     "dividing": (2, ["tp", "tp_ep", "ep_fsdp"]),
     "dividing4": (4, ["tp_fsdp", "tp_ep_fsdp"]),

@@ -44,7 +44,7 @@ if SHARES:
     FEATURES |= {"prefixes": {"prefixes": True}, "window and prefixes": {"sliding_window": 4, "prefixes": True}}
 
 
-def start(*degrees: int) -> None:
+def start_ranks(*degrees: int) -> None:
     """Start the process group for scenarios without a trainer, which would start it."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=90))  # turns a hang into an error
@@ -65,7 +65,7 @@ def largest_of_ranks(gaps: list[torch.Tensor]) -> float:
 
 def attention(folder: Path) -> dict:
     """Return the largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
-    start(2, 4)
+    start_ranks(2, 4)
     degrees = (2, 4)
     results = {}
     results["cases"] = {
@@ -96,32 +96,34 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
     generator = torch.Generator().manual_seed(heads)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS), group=ALONE)
+    whole_pack = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS), group=ALONE)
     if prefixes:
         collate = sharing().make_collator(PackedDataCollator(pad_to_multiple_of=4))
         batch = collate([{"input_ids": tokens} for tokens in CHAT])
-        whole = PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index, group=ALONE)
-    num_tokens = whole.num_tokens
+        whole_pack = PackedForward(
+            *(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index, group=ALONE
+        )
+    num_tokens = whole_pack.num_tokens
     shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
     states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
     logits = torch.randn(heads, generator=generator, dtype=torch.float64)
     weights = torch.randn(1, num_tokens, heads, value_dim, generator=generator, dtype=torch.float64)
     tokens = num_tokens // degree
     group = Group(degree, dist.get_rank() % degree)
-    part = group.rows(num_tokens)
+    rows_of_rank = group.rows(num_tokens)
 
-    def results_of(attend, forward, own):
-        inputs = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
+    def results_of(attend, forward, own_rows):
+        inputs = [x[:, :, own_rows].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
         with packed_forward_entered(forward):
             out, _ = attend(nn.Module(), *inputs[:3], None, s_aux=inputs[3] if sinks else None, **features)
-        grads = torch.autograd.grad(out, inputs, weights[:, own], allow_unused=True)
+        grads = torch.autograd.grad(out, inputs, weights[:, own_rows], allow_unused=True)
         return out.detach(), grads
 
-    expected, expected_grads = results_of(varlen_attention, whole, slice(None))
-    out, grads = results_of(attend, replace(whole, group=group, part_tokens=tokens), part)
+    expected, expected_grads = results_of(varlen_attention, whole_pack, slice(None))
+    out, grads = results_of(attend, replace(whole_pack, group=group, part_tokens=tokens), rows_of_rank)
     assert out.shape == (1, tokens, heads, value_dim)
-    gaps = [out - expected[:, part]]
-    gaps += [mine - whole[:, :, part] for mine, whole in zip(grads[:3], expected_grads[:3], strict=True)]
+    gaps = [out - expected[:, rows_of_rank]]
+    gaps += [mine - gradient[:, :, rows_of_rank] for mine, gradient in zip(grads[:3], expected_grads[:3], strict=True)]
     if sinks:  # each rank has the gradient of its own heads
         total = grads[3].clone()
         group.sum(total)
@@ -172,7 +174,7 @@ if SHARES:
 
 def proofs(folder: Path) -> list:
     """Return the verdicts of all ranks on models that are right, and on some that cannot be shared."""
-    start(2, 4)
+    start_ranks(2, 4)
     verdicts: dict[Any, Any] = {}
     llama = build_tiny_model("llama")
     trl_packfix.prepare_for_packing(llama)
@@ -208,7 +210,7 @@ def verdict(report: Any) -> tuple[bool, float, list[str]]:
 
 
 def faults_of_proofs(folder: Path) -> list:
-    start(2)
+    start_ranks(2)
     verdicts = {}
     model = build_tiny_model("llama")
     trl_packfix.prepare_for_packing(model)
@@ -222,8 +224,8 @@ def faults_of_proofs(folder: Path) -> list:
     for family, planted in IMAGE_PROOFS.items():
         model = vision.build_model(family)
         select_attention(model)
-        for name, of in planted:
-            images = None if of == "text" else make_examples(family, model)
+        for name, content in planted:
+            images = None if content == "text" else make_examples(family, model)
             with faults.IMAGES[name]():
-                verdicts[of, name] = verdict(CHECKS[of](model, 512, 2, images=images))
+                verdicts[content, name] = verdict(CHECKS[content](model, 512, 2, images=images))
     return on_all_ranks(verdicts)

@@ -58,9 +58,9 @@ def without_prefixes(right, *args, running, **options):
 
 def gradients_of_one_rank_lost(right, ctx, grad):
     """Lose what the second rank of a group sends back."""
-    gradient, *others = right(ctx, grad)
+    gradient, *other_gradients = right(ctx, grad)
     gradient.split(ctx.send_counts)[1].zero_()
-    return gradient, *others
+    return gradient, *other_gradients
 
 
 ATTENTION: dict[str, Fault] = {
@@ -79,11 +79,13 @@ GRADIENTS: dict[str, Fault] = {"gradients_lost": changed(exchange._AllToAll, "ba
 
 def late_shift(right, batch, group, **kwargs):
     """Shift labels after the cut."""
-    part = right(batch, group, **kwargs)
+    part_of_batch = right(batch, group, **kwargs)
     if not group.is_alone:
-        own = part["labels"]
-        part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
-    return part
+        own_labels = part_of_batch["labels"]
+        part_of_batch["shift_labels"] = torch.cat(
+            [own_labels[:, 1:], torch.full_like(own_labels[:, :1], IGNORE_INDEX)], dim=1
+        )
+    return part_of_batch
 
 
 def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts, group):

@@ -18,11 +18,11 @@ THREE_EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "optim": "adamw_torch", 
 def restart(folder: Path, engine: str, output: str, **settings) -> dict:
     """Train three epochs whole, then again from a checkpoint in the middle of the second."""
     settings = THREE_EPOCHS | {"num": 60} | settings
-    whole = make(folder, engine, output_dir=f"{output}/whole", **settings | {"save_strategy": "steps"})
-    per_epoch = len(whole.get_train_dataloader()) // whole.args.gradient_accumulation_steps
+    unbroken = make(folder, engine, output_dir=f"{output}/whole", **settings | {"save_strategy": "steps"})
+    per_epoch = len(unbroken.get_train_dataloader()) // unbroken.args.gradient_accumulation_steps
     stop = per_epoch + per_epoch // 2
-    whole.state.save_steps = whole.args.save_steps = stop
-    whole.train()
+    unbroken.state.save_steps = unbroken.args.save_steps = stop
+    unbroken.train()
     resumed = make(folder, engine, output_dir=f"{output}/resumed", **settings)
     checkpoint = folder / output / "whole" / f"checkpoint-{stop}"
     resumed.train(resume_from_checkpoint=str(checkpoint))
@@ -30,7 +30,7 @@ def restart(folder: Path, engine: str, output: str, **settings) -> dict:
     return outcome(
         resumed,
         saved=resumed.args.output_dir,
-        whole=outcome(whole),
+        whole=outcome(unbroken),
         per_epoch=per_epoch,
         stop=stop,
         checkpoint=str(checkpoint),
@@ -40,22 +40,23 @@ def restart(folder: Path, engine: str, output: str, **settings) -> dict:
 def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) -> dict:
     """Train six steps of a row whole, then again from the fourth."""
     settings |= {"max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 3}
-    whole = make_trainer(
+    unbroken = make_trainer(
         folder, row, engine, output_dir=f"{output}/whole", save_strategy="steps", save_steps=4, **settings
     )
-    whole.train()
+    unbroken.train()
     resumed = make_trainer(folder, row, engine, output_dir=f"{output}/resumed", **settings)
     resumed.train(resume_from_checkpoint=str(folder / output / "whole" / "checkpoint-4"))
     tokens = [
-        [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, resumed)
+        [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry]
+        for trainer in (unbroken, resumed)
     ]
     return {
-        "engine": whole.engine,
-        "weights": [weights_of(whole), weights_of(resumed)],
+        "engine": unbroken.engine,
+        "weights": [weights_of(unbroken), weights_of(resumed)],
         "tokens": tokens,
-        "seen": [whole.seen, resumed.seen],
+        "seen": [unbroken.seen, resumed.seen],
         "steps_to_compare": resumed.training_objective.same_pack_check.num_remaining_steps if row.shares else None,
-        "reports": [trainer.packing_report.to_dict() for trainer in (whole, resumed)],
+        "reports": [trainer.packing_report.to_dict() for trainer in (unbroken, resumed)],
     }
 
 

@@ -253,10 +253,10 @@ def other_second_pass() -> IterableDataset:
     ended = []
 
     def shorter(row, index):
-        kept = len(row["input_ids"]) - (len(ended) > 1 and dist.get_rank() == 1)  # the first step reads it, too
+        num_kept = len(row["input_ids"]) - (len(ended) > 1 and dist.get_rank() == 1)  # the first step reads it, too
         if index == len(data) - 1:
             ended.append(True)
-        return {"input_ids": row["input_ids"][:kept], "labels": row["labels"][:kept]}
+        return {"input_ids": row["input_ids"][:num_kept], "labels": row["labels"][:num_kept]}
 
     return data.to_iterable_dataset().map(shorter, with_indices=True)
 

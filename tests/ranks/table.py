@@ -116,7 +116,7 @@ def conversations(seed: int = 0) -> Dataset:
 
 @cache
 def documents(name: str, seed: int = 0) -> Dataset:
-    made = {
+    builders = {
         "texts": lambda: texts(seed),
         "few": lambda: few_trained(seed),
         "turns": lambda: conversations(seed),
@@ -126,7 +126,7 @@ def documents(name: str, seed: int = 0) -> Dataset:
         "pictures": lambda: vision.rows(12, seed=4 + seed, counts=(1, 1, 2)),
         "questions": lambda: vision.questions(12),
     }
-    return made[name]()
+    return builders[name]()
 
 
 @dataclass(frozen=True)

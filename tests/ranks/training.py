@@ -125,7 +125,8 @@ def make_trainer(
     settings |= {"max_length": row.shares or 384, "learning_rate": 0.1} if row.has_images else {}
     settings |= row.given
     if not issubclass(cls, trl_packfix.SFTTrainer):
-        config, settings["packing"] = trl.SFTConfig, False
+        config = trl.SFTConfig
+        settings["packing"] = False
         settings |= {"max_length": None} if row.has_images else {}
         if Version("1.15") > TRL:  # the default loss, in chunks, reads what some models do not have
             settings |= {"loss_type": "nll"}
@@ -136,7 +137,8 @@ def make_trainer(
             settings |= {"packing_strategy": "stream", "tokens_per_rank": row.shares // ranks_of(engine)}
             settings |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
         if row.shards:
-            settings["packing_strategy"], data = "stream", data.to_iterable_dataset(row.shards)
+            settings["packing_strategy"] = "stream"
+            data = data.to_iterable_dataset(row.shards)
         settings |= row.ours
     settings |= engine_settings(engine, folder) | more
     if settings.pop("by_name", False):  # as users give it
@@ -161,7 +163,11 @@ def make_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(CountTiles(trainer))
     set_adapters(trainer.model)
-    trainer.engine, trainer.seen, trainer.shapes, trainer.computed, trainer.with_images = None, [], set(), [], []
+    trainer.engine = None
+    trainer.seen = []
+    trainer.shapes = set()
+    trainer.computed = []
+    trainer.with_images = []
     if not row.proves:
         trainer.packed_model.prove_degree = lambda wrapped, degree: None
     return trainer
@@ -174,10 +180,10 @@ def in_little_memory(tiles: int):
     Under ZeRO-3 all ranks must call a layer equally often, so tiles have a number, not a size. transformers pins what
     is offloaded, which torch cannot do without an accelerator, so say that there is none.
     """
-    whole = Qwen3MLP.forward
+    forward_at_once = Qwen3MLP.forward
 
     def tiled(self, x):
-        return torch.cat([whole(self, tile) for tile in x.tensor_split(tiles, dim=1)], dim=1)
+        return torch.cat([forward_at_once(self, tile) for tile in x.tensor_split(tiles, dim=1)], dim=1)
 
     with (
         mock.patch.object(Qwen3MLP, "forward", tiled),
@@ -246,18 +252,18 @@ def train_unpacked(folder: Path, row: Row, halves: bool = False) -> dict[str, An
     sizes = {"per_device_train_batch_size": ceil(row.size / (1 + halves)), "gradient_accumulation_steps": 1 + halves}
     if "neftune_noise_alpha" in row.given:
         trainer = make_trainer(folder, replace(row, ours={}))
-        start = weights_of(trainer)
+        start_weights = weights_of(trainer)
         trainer.train()
-        return outcome(trainer) | {"start": start}
+        return outcome(trainer) | {"start": start_weights}
     unpacked = row.unpacked
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = make_trainer(folder, unpacked, cls=trl.SFTTrainer if unpacked.is_in_trl else Packed, **sizes)
         if row.has_images:
             trainer.model_accepts_loss_kwargs = halves  # the mean over the step: TRL's is one of micro-batches
-        start = weights_of(trainer)
+        start_weights = weights_of(trainer)
         trainer.train()
-        result = outcome(trainer) | {"start": start}
+        result = outcome(trainer) | {"start": start_weights}
         if row.evaluates:
             padded = {"packing": row.has_images, "eval_packing": False}  # unpacked, images are left to TRL
             result["eval"] = make_trainer(

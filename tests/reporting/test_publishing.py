@@ -72,7 +72,7 @@ def test_the_report_on_a_terminal_is_whole(width):
 
 
 def test_loggers_get_the_numbers_of_the_report(trainer):
-    (entry,) = [each for each in trainer.state.log_history if "packing/efficiency" in each]
+    (entry,) = [entry for entry in trainer.state.log_history if "packing/efficiency" in entry]
     saved = json.loads(Path(trainer.args.output_dir, "packing_report.json").read_text())
     assert {name: value for name, value in entry.items() if name.startswith("packing/")} == metrics(
         trainer.packing_report
@@ -90,9 +90,9 @@ TRAINERS = {  # keys of transformers and TRL
 
 
 def test_every_key_of_the_log_is_on_the_page_and_no_other(trainer):
-    made = runpy.run_path(str(ROOT / "tools" / "logged.py"))
-    assert (ROOT / "docs" / "logging.md").read_text() == made["page"](), "run `python tools/logged.py`"
-    listed = {key for keys in made["PARTS"].values() for key in keys}
+    tool = runpy.run_path(str(ROOT / "tools" / "logged.py"))
+    assert (ROOT / "docs" / "logging.md").read_text() == tool["page"](), "run `python tools/logged.py`"
+    listed = {key for keys in tool["PARTS"].values() for key in keys}
     trainer.evaluate(trainer.train_dataset)
     logged = {re.sub("/[ab]$", "/NAME", key) for entry in trainer.state.log_history for key in entry} - TRAINERS
     assert logged <= listed, "a key without a row: add it to LOGGED, beside the code that logs it"
@@ -102,8 +102,8 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(trainer):
     totals = TrainingTotals(sources=("NAME",), shares_rows=True)
     span = StepSpan(dict.fromkeys(totals.window.sums, 1.0), seconds=1.0)
     by_totals = set(totals.metrics(span, capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
-    assert by_totals == set(made["PARTS"]["In each log of a training"])
-    assert all(unit and meaning for keys in made["PARTS"].values() for unit, meaning in keys.values())
+    assert by_totals == set(tool["PARTS"]["In each log of a training"])
+    assert all(unit and meaning for keys in tool["PARTS"].values() for unit, meaning in keys.values())
 
 
 def test_the_model_card_says_packed_how_and_proved(trainer):
@@ -127,7 +127,10 @@ class Reader(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tables, self.pictures, self.attributes, self.open = {}, {}, [], []
+        self.tables = {}
+        self.pictures = {}
+        self.attributes = []
+        self.open = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):

@@ -115,11 +115,11 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
     settings |= {"optim": "sgd", "learning_rate": 0.1}
     for model in ("gpt2", "llama"):
         model = build_tiny_model(model, n_embd=32, n_head=4, n_layer=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
-        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        start_weights = torch.cat([p.detach().flatten() for p in model.parameters()])
         for packing in (False, True):
             trainer = build_trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
             trainer.train()
-            ends[packing] = trainer.state.log_history[-2]["loss"], (weights(trainer) - start).norm().item()
+            ends[packing] = trainer.state.log_history[-2]["loss"], (weights(trainer) - start_weights).norm().item()
         share = trainer.packing_report.unpacked_loss
         rows_shown = dict(trainer.packing_report.lines())
         for unpacked, packed in zip(ends[False], ends[True], strict=True):
@@ -150,18 +150,18 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
     documents = make_documents(reader, 128, "truncate")
     planner = make_epochs(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
-    made = make_report(planner, reader)
-    shared = made.shared
+    report_made = make_report(planner, reader)
+    shared = report_made.shared
     assert shared.micro_steps == {d: int((planner.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
     assert sum(shared.micro_steps.values()) == planner.num_steps * 2
     assert shared.smallest_degree == 4
-    lines = dict(made.lines())
+    lines = dict(report_made.lines())
     assert "32 tokens at most on each rank (tokens_per_rank)" in lines["micro-batch"]
     assert f"micro-steps by degree (ranks that share a pack): {shared.histogram}" in lines["sequence parallelism"]
     assert f"{shared.exchange_share:.1%} of it in the exchange" in lines["modelled time"]
     assert "imbalance" not in lines
     assert "minibatch" not in lines["against unpacked"]
-    assert metrics(made)["packing/exchange_share"] == shared.exchange_share
+    assert metrics(report_made)["packing/exchange_share"] == shared.exchange_share
     unset = make_report(make_epochs(documents, "stream", 1, 128, 2, 4), reader)
     assert unset.shared is None
     assert "packing/exchange_share" not in metrics(unset)
@@ -171,9 +171,9 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
 def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     rows = Dataset.from_dict({"input_ids": [[1] * 60, [2] * 10, [3] * 20] * 20}).to_iterable_dataset()
     stream = make_stream(rows, batch_size=1, max_length=64, accumulation=2, world_size=4, tokens_per_rank=32)
-    made = make_stream_report(stream, 9)
-    lines = dict(made.lines())
-    numbers = metrics(made)
+    report_made = make_stream_report(stream, 9)
+    lines = dict(report_made.lines())
+    numbers = metrics(report_made)
     size = "32 tokens at most on each rank (tokens_per_rank); a document of max_length 64 needs 2"
     assert size in lines["micro-batch"]
     assert "packs in each: 4 (accumulation 2, ranks 4)" in lines["steps"]
@@ -183,9 +183,11 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     list(islice(stream, 2 * 3))
     counted = stream.state_after(3)["micro_steps"]
     assert sum(counted.values()) == 2 * 3
-    made = make_stream_report(stream, 9, stream.state_after(3)["counts"], micro_steps=counted)
-    assert f"micro-steps by degree (ranks that share a pack): {made.shared.histogram}" in str(made.lines())
-    assert made.shared.micro_steps == counted
+    report_made = make_stream_report(stream, 9, stream.state_after(3)["counts"], micro_steps=counted)
+    assert f"micro-steps by degree (ranks that share a pack): {report_made.shared.histogram}" in str(
+        report_made.lines()
+    )
+    assert report_made.shared.micro_steps == counted
 
 
 @pytest.mark.parametrize("order", ["sorted", "alternating"])
@@ -193,8 +195,8 @@ def test_padding_is_that_of_batches_in_random_order(order):
     """Half the documents have 10 tokens and half 30: of pairs three quarters have a long one, which is 20 / 25."""
     lengths = [10, 30] * 500 if order == "alternating" else [10] * 500 + [30] * 500
     reader = TokenReader(table(lengths))
-    made = make_report(make_epochs(make_documents(reader, 32), "stream", batch_size=2, max_length=32), reader)
-    assert made.padding_efficiency == pytest.approx(20 / 25, rel=0.05)
+    report_made = make_report(make_epochs(make_documents(reader, 32), "stream", batch_size=2, max_length=32), reader)
+    assert report_made.padding_efficiency == pytest.approx(20 / 25, rel=0.05)
 
 
 def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
@@ -226,48 +228,48 @@ def counted(lengths, prompts=2, **settings):
 def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
     lengths = np.random.default_rng(0).integers(3, 17, 75).tolist()
     settings = {"batch_size": 2, "max_length": 16, "accumulation": 2, "world_size": 2, "drop_last": True}
-    planner, made, slots = counted(lengths, synchronisation=synchronisation, **settings)
+    planner, report_made, slots = counted(lengths, synchronisation=synchronisation, **settings)
     reached = [document for slot in slots for document in slot]
     skipped = sorted(set(range(75)) - set(reached))
     assert len(skipped) > 1, "nothing is left out"
-    assert made.num_steps == len(slots) / 4
-    assert made.documents_per_step == len(reached) / made.num_steps
-    assert made.documents_not_reached == len(skipped)
-    assert made.tokens_not_reached == sum(lengths[i] for i in skipped)
-    assert made.trained_tokens_not_reached == sum(lengths[i] - 2 for i in skipped)
-    assert made.num_trained_tokens == sum(lengths) - 2 * 75
-    assert made.unpacked_loss == 1
-    assert made.most_documents == max(map(len, slots))
+    assert report_made.num_steps == len(slots) / 4
+    assert report_made.documents_per_step == len(reached) / report_made.num_steps
+    assert report_made.documents_not_reached == len(skipped)
+    assert report_made.tokens_not_reached == sum(lengths[i] for i in skipped)
+    assert report_made.trained_tokens_not_reached == sum(lengths[i] - 2 for i in skipped)
+    assert report_made.num_trained_tokens == sum(lengths) - 2 * 75
+    assert report_made.unpacked_loss == 1
+    assert report_made.most_documents == max(map(len, slots))
     assert len(set(map(len, slots))) > 1, "all slots have as many documents"
     cost = planner.packing.cost_model
     by_rank = np.array([sum(cost(np.array(lengths[i])) for i in slot) for slot in slots]).reshape(-1, 2, 2)
     of_groups = by_rank.sum(1) if synchronisation == "step" else by_rank.reshape(-1, 2)
-    assert made.imbalance == pytest.approx(of_groups.max(1).sum() / of_groups.mean(1).sum())
-    assert made.imbalance > 1
-    assert dict(made.lines())["imbalance"].startswith(f"{made.imbalance:.3f} modelled")
-    assert np.array(made.sample.costs) == pytest.approx(by_rank.reshape(-1, 2)[: len(made.sample.costs)])
-    assert metrics(made)["packing/steps_per_epoch"] == made.num_steps
+    assert report_made.imbalance == pytest.approx(of_groups.max(1).sum() / of_groups.mean(1).sum())
+    assert report_made.imbalance > 1
+    assert dict(report_made.lines())["imbalance"].startswith(f"{report_made.imbalance:.3f} modelled")
+    assert np.array(report_made.sample.costs) == pytest.approx(by_rank.reshape(-1, 2)[: len(report_made.sample.costs)])
+    assert metrics(report_made)["packing/steps_per_epoch"] == report_made.num_steps
     fills = [sum(lengths[i] for i in slot) / 32 for slot in slots]
     of_twentieths = [sum(place <= 20 * fill < place + 1 for fill in fills) for place in range(19)]
-    assert made.sample.fills == [*of_twentieths, len(fills) - sum(of_twentieths)]
+    assert report_made.sample.fills == [*of_twentieths, len(fills) - sum(of_twentieths)]
 
 
 @pytest.mark.parametrize("first", range(4))
 def test_the_last_batch_without_packing_is_padded_to_its_own_longest_document(first):
     """Any of four documents in batches of three may be the last, which has no padding."""
     lengths = [3, 4, 6, 9]
-    made = counted([*lengths[first:], *lengths[:first]], batch_size=3, max_length=9)[1]
+    report_made = counted([*lengths[first:], *lengths[:first]], batch_size=3, max_length=9)[1]
     padded = {3 * max(order[:3]) + order[3] for order in permutations(lengths)}
-    assert made.padding_efficiency in {sum(lengths) / tokens for tokens in padded}
-    assert "imbalance" not in dict(made.lines()), "one rank waits for no other"
+    assert report_made.padding_efficiency in {sum(lengths) / tokens for tokens in padded}
+    assert "imbalance" not in dict(report_made.lines()), "one rank waits for no other"
 
 
 def test_the_lengths_of_a_report_are_those_of_documents_that_share_a_row():
     rows = {"input_ids": [[9] * 8, [9] * 4], "seq_lengths": [[3, 5], [4]]}
     reader = TokenReader(Dataset.from_dict(rows))
-    made = make_report(make_epochs(make_documents(reader, 8), "stream", max_length=8), reader)
-    assert (made.lengths.shortest, made.lengths.median, made.lengths.longest) == (3, 4, 5)
-    assert sum(made.lengths.counts) == 3
+    report_made = make_report(make_epochs(make_documents(reader, 8), "stream", max_length=8), reader)
+    assert (report_made.lengths.shortest, report_made.lengths.median, report_made.lengths.longest) == (3, 4, 5)
+    assert sum(report_made.lengths.counts) == 3
 
 
 def test_the_efficiency_of_a_stream_is_that_of_its_packs_so_far():
@@ -275,22 +277,24 @@ def test_the_efficiency_of_a_stream_is_that_of_its_packs_so_far():
     stream = make_stream(rows, batch_size=1, max_length=64)
     packs = list(islice(stream, 5))
     tokens = sum(len(document["input_ids"]) for pack in packs for document in pack)
-    made = make_stream_report(stream, 9, stream.state_after(5)["counts"])
-    assert made.num_packs == 5
-    assert made.num_tokens == tokens
-    assert made.efficiency == tokens / (5 * 64)
+    report_made = make_stream_report(stream, 9, stream.state_after(5)["counts"])
+    assert report_made.num_packs == 5
+    assert report_made.num_tokens == tokens
+    assert report_made.efficiency == tokens / (5 * 64)
 
 
 def test_the_numbers_of_shared_packs_are_counted_from_their_slots():
     lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 127]
-    planner, made, slots = counted(lengths, max_length=128, accumulation=2, world_size=4, tokens_per_rank=32)
+    planner, report_made, slots = counted(lengths, max_length=128, accumulation=2, world_size=4, tokens_per_rank=32)
     degrees = np.repeat(planner.schedule(0).degrees, 4)
     tokens = [sum(lengths[i] for i in slot) for slot in slots]
-    assert made.shared.largest_part == max(-(-rows // degree) for rows, degree in zip(tokens, degrees, strict=True))
-    assert made.shared.largest_part <= 32
+    assert report_made.shared.largest_part == max(
+        -(-rows // degree) for rows, degree in zip(tokens, degrees, strict=True)
+    )
+    assert report_made.shared.largest_part <= 32
     seconds, exchange = modelled_time(*of_units(planner), planner.packing.parallel)
-    assert made.shared.exchange_share == pytest.approx(exchange.sum() / seconds.sum())
-    assert 0 < made.shared.exchange_share < 1
+    assert report_made.shared.exchange_share == pytest.approx(exchange.sum() / seconds.sum())
+    assert 0 < report_made.shared.exchange_share < 1
 
 
 # The packs that are shown
@@ -334,12 +338,12 @@ def test_a_document_that_ends_with_the_part_of_a_rank_is_not_in_the_next_part():
 
 
 def test_the_packs_that_are_shown_are_spread_over_the_first_step():
-    planner, made, slots = counted([8] * 40, max_length=8, accumulation=4, world_size=4)
+    planner, report_made, slots = counted([8] * 40, max_length=8, accumulation=4, world_size=4)
     reader = TokenReader(table([8] * 40))
     places = [pack.place for pack in first_packs(planner, reader, 4)]
     assert places == [f"step 0.{micro}, rank 0" for micro in range(4)]
     everything = first_packs(planner, reader, 99)
-    assert len(everything) == made.num_packs == sum(map(bool, slots))
+    assert len(everything) == report_made.num_packs == sum(map(bool, slots))
     assert everything[5].place == "step 0.1, rank 1"
     assert everything[-1].place.startswith("step 2.")
     assert {document.positions for pack in everything for document in pack.documents} == {(0, 7)}

@@ -549,7 +549,8 @@ def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, o
 
 def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
     """Turns that lose their thoughts must not be rendered one by one."""
-    rendered, render = [], Conversation.text
+    rendered = []
+    render = Conversation.text
     monkeypatch.setattr(Conversation, "text", lambda *args: rendered.append(len(args[1])) or render(*args))
     turns = [user("a b"), answer("c d", reasoning_content="I think")] * 500
     report = prove_data(Dataset.from_list([{"messages": turns}]), "train", Rendering(tokenizer_with("qwen3")))

@@ -34,7 +34,7 @@ def unpacked(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, a
         return [(target, value)]
     is_written = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
     values = value.elts if is_written else [None] * len(target.elts)
-    return [pair for part, value in zip(target.elts, values, strict=True) for pair in unpacked(part, value)]
+    return [pair for subtarget, value in zip(target.elts, values, strict=True) for pair in unpacked(subtarget, value)]
 
 
 def assigned_pairs(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:
@@ -133,8 +133,8 @@ class PackageSource:
                 is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
                 if is_own and target.attr not in annotated:
                     values = variables.get(value.id, [None]) if isinstance(value, ast.Name) else [value]
-                    for each in values:
-                        note(own_class.attributes, target.attr, each)
+                    for value_assigned in values:
+                        note(own_class.attributes, target.attr, value_assigned)
         return own_class
 
     def class_of(self, node: ast.expr | None, variables: Known, depth: int = 0) -> str | None:
@@ -169,7 +169,7 @@ class PackageSource:
         if name in one.attributes:
             return self._class_of_all(one.attributes[name], {"self": [ast.Name(owner)]}, depth)
         classes = (self._class_of_attribute(base, name, depth) for base in one.bases if base in self.classes)
-        return next((each for each in classes if each is not None), None)
+        return next((one_class for one_class in classes if one_class is not None), None)
 
     def foreign_changes(self) -> list[tuple[str, str]]:
         """Return the file and the text of each change of an object whose class is not known to be the package's."""

@@ -64,8 +64,8 @@ class _Bounds:
 
     def least(self, slots: npt.ArrayLike, excess: Float64Array) -> Float64Array:
         """Return a lower bound of the cost of this many slots, (n,), with documents of this excess, (prices, n)."""
-        others = self.micro * self.ranks - np.asarray(slots)
-        must_hold = np.maximum(self.lengths.sum() - others * self.capacity, 0)
+        other_slots = self.micro * self.ranks - np.asarray(slots)
+        must_hold = np.maximum(self.lengths.sum() - other_slots * self.capacity, 0)
         return (self.prices * must_hold + excess + self.cheaper).max(axis=0)
 
     def longest_rank(self) -> float:
@@ -125,9 +125,9 @@ def step_bound(step: UndividedStep) -> float:
     ranks_seconds = float(step.times.seconds(step.units.costs()[step.members], rows, 1).sum())
     long = rows[rows > tokens_per_rank]
     ranks_seconds += sum(n * step.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
-    alone = np.full(len(rows), np.inf)
+    seconds_alone = np.full(len(rows), np.inf)
     for degree in {step.parallel.smallest, *step.parallel.degrees}:
         fits = rows <= degree * tokens_per_rank
         seconds = step.times.seconds(step.units.costs(degree)[step.members], rows, degree)
-        alone[fits] = np.minimum(alone, seconds)[fits]
-    return max(ranks_seconds / step.bins.world_size, float(alone.max()))
+        seconds_alone[fits] = np.minimum(seconds_alone, seconds)[fits]
+    return max(ranks_seconds / step.bins.world_size, float(seconds_alone.max()))

@@ -26,8 +26,8 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value.to_local().clone() if isinstance(value, DTensor) else value.clone()
     elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors(part)
+        for value_inside in value.values() if isinstance(value, dict) else value:
+            yield from tensors(value_inside)
 
 
 def snapshot(trainer: Any) -> dict[str, list]:

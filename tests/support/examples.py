@@ -89,9 +89,11 @@ def type_with_own_attention() -> str:
 def leaks_in_stock_packs(model: PreTrainedModel) -> bool:
     """Return whether a document of a pack of TRL's own collator has other logits if the one before is another."""
     generator = torch.Generator().manual_seed(0)
-    document, *others = (drawn(generator)[:n] for n in (9, 12, 12))
+    document, *other_documents = (drawn(generator)[:n] for n in (9, 12, 12))
     with torch.no_grad():
-        one, two = (model(**packed_by_trl([other, document])).logits[0, 12:] for other in others)
+        one, two = (
+            model(**packed_by_trl([first_document, document])).logits[0, 12:] for first_document in other_documents
+        )
     return relative_change(one, two) > ROUNDING
 
 

@@ -24,8 +24,8 @@ def together(*faults: Fault) -> Fault:
     @contextmanager
     def fault():
         with ExitStack() as stack:
-            for each in faults:
-                stack.enter_context(each())
+            for make_fault in faults:
+                stack.enter_context(make_fault())
             yield
 
     return fault

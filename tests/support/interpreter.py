@@ -30,7 +30,7 @@ from triton.runtime import autotuner, interpreter
 def _run_the_smallest(self: Any, *args: Any, **kwargs: Any) -> Any:
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
-    config = min(configs, key=lambda each: sum(size for size in each.kwargs.values() if isinstance(size, int)))
+    config = min(configs, key=lambda config: sum(size for size in config.kwargs.values() if isinstance(size, int)))
     self.best_config = config
     if config.pre_hook is not None:
         config.pre_hook({**self.nargs, **kwargs, **config.all_kwargs()})

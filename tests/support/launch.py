@@ -90,7 +90,8 @@ class Launch:
     """The results that the scenarios of a command saved in `folder`: `launch[engine, scenario]`."""
 
     def __init__(self, folder: Path, log: str, command: list[str], **env: str):
-        self.folder, self.log = folder, folder / log
+        self.folder = folder
+        self.log = folder / log
         run_logged(command, self.log, LAUNCH_SECONDS, **env)
 
     def __getitem__(self, key: tuple[str, str]) -> dict:
@@ -147,8 +148,8 @@ def fork_ranks(num_ranks: int, rank_function: Callable[[], None], seconds: int =
             children.remove(child)
             codes.append(status)
             if status and deadline < inf:  # the others wait for this rank
-                for other in children:
-                    os.kill(other, signal.SIGKILL)
+                for other_child in children:
+                    os.kill(other_child, signal.SIGKILL)
     return not any(codes)
 
 

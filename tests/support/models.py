@@ -112,7 +112,7 @@ def build_tiny_model(
 
 def select_attention(model: nn.Module, *args, **settings) -> choice.AttentionChoice:
     """Set on the model what `choose_attention` chooses for packs; undo with `set_attention(model, chosen.previous)`."""
-    chosen = choice.choose_attention(model, *args, **settings)
-    if chosen.name != chosen.previous:
-        choice.set_attention(model, chosen.name)
-    return chosen
+    choice_made = choice.choose_attention(model, *args, **settings)
+    if choice_made.name != choice_made.previous:
+        choice.set_attention(model, choice_made.name)
+    return choice_made

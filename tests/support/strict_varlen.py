@@ -67,8 +67,8 @@ class StrictVarlen(TorchDispatchMode):
             change = weights * (grad @ _heads(v[keys], q).mT - (grad * out_rows).sum(-1, keepdim=True))
             change = change * options["scale"]
             grads[0][rows] = (change @ _heads(k[keys], q)).transpose(0, 1).to(q.dtype)
-            for total, part in zip(grads[1:], (change.mT @ _heads(q[rows], q), weights.mT @ grad), strict=True):
-                total[keys] = part.unflatten(0, groups).sum(1).transpose(0, 1).to(q.dtype)
+            for total, gradient in zip(grads[1:], (change.mT @ _heads(q[rows], q), weights.mT @ grad), strict=True):
+                total[keys] = gradient.unflatten(0, groups).sum(1).transpose(0, 1).to(q.dtype)
         return tuple(grads)
 
 

@@ -58,8 +58,8 @@ def questions(num: int = 24) -> Dataset:
     rows = []
     for _ in range(num):
         asked = "".join(rng.choice(list("abc "), rng.integers(3, 12)))
-        parts = [{"type": "text", "text": HEAD}, IMAGE, {"type": "text", "text": " now " + asked}]
-        user = {"role": "user", "content": parts}
+        content = [{"type": "text", "text": HEAD}, IMAGE, {"type": "text", "text": " now " + asked}]
+        user = {"role": "user", "content": content}
         answer = message("assistant", "".join(rng.choice(list("xyz"), rng.integers(3, 9))))
         rows.append({"images": [PICTURES[int(rng.integers(3))]], "messages": [user, answer]})
     return Dataset.from_list(rows, features=FEATURES)

@@ -88,7 +88,9 @@ def test_adapters_whose_first_gradient_is_zero_are_trained(packing, tmp_path):
     trainer.add_callback(FirstGradients())
     trainer.train()
     assert any("q_proj" in name for name in late)
-    assert all(not torch.equal(trainer.model.get_parameter(name), start) for name, start in adapters.items())
+    assert all(
+        not torch.equal(trainer.model.get_parameter(name), start_value) for name, start_value in adapters.items()
+    )
 
 
 NEW = (68, 90)  # "a" and "w" of the tokenizer, which stand for new tokens
@@ -119,12 +121,12 @@ def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
     """They are in the head, too, which is not the module that TRL's fused head reads."""
     settings = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "packing": packing}
     trainer = build_trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
-    start = weights(trainer)
+    start_weights = weights(trainer)
     expected = by_hand(trainer.train_dataset, rate=1.0)
     trainer.train()
     deltas = {name: p for name, p in trainer.model.named_parameters() if "trainable_tokens_delta" in name}
     assert len(deltas) == 1
-    assert (weights(trainer) - expected).norm() < 1e-5 * (expected - start).norm()
+    assert (weights(trainer) - expected).norm() < 1e-5 * (expected - start_weights).norm()
     trainer.evaluate(trainer.train_dataset)
 
 
@@ -179,9 +181,9 @@ def test_inputs_of_lora_are_not_cast_under_autocast(adapter, autocast, tmp_path,
         model = build_tiny_model().to(torch.bfloat16)
         settings = {"bf16": autocast, "gradient_checkpointing": True, "max_steps": 3, "learning_rate": 1e-2}
         trainer = build_trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
-        start = weights(trainer)
+        start_weights = weights(trainer)
         trainer.train()
-        assert not torch.equal(weights(trainer), start)
+        assert not torch.equal(weights(trainer), start_weights)
         assert bool(packed) is not (is_ours and adapter == "lora" and autocast)
         assert not any("_cast_input_dtype" in vars(module) for module in trainer.model.modules())
         ends.append((weights(trainer), len(rows)))

@@ -114,13 +114,13 @@ def test_labels_are_those_of_trl_for_every_template(template):
     labels = [t if bit else -100 for t, bit in zip(stock["input_ids"], stock["assistant_masks"], strict=True)]
     assert sample(CHAT, tokenizer)["labels"] == labels
     assert max(labels) >= 0
-    alone = [sample(weighted(*row), tokenizer)["labels"] for row in np.eye(3, dtype=int).tolist()]
-    for i, each in enumerate(alone):
-        text = tokenizer.decode([label for label in each if label != -100])
+    labels_of_turns = [sample(weighted(*row), tokenizer)["labels"] for row in np.eye(3, dtype=int).tolist()]
+    for i, turn_labels in enumerate(labels_of_turns):
+        text = tokenizer.decode([label for label in turn_labels if label != -100])
         has_text = "idefics" not in template and "smolvlm" not in template  # which leave out content that is text
         assert [f"A{k}" in text for k in (1, 2, 3)] == [has_text and k == i + 1 for k in (1, 2, 3)]
-    assert np.max(alone, 0).tolist() == labels
-    assert sample(CHAT, tokenizer, assistant_turns="last")["labels"] == alone[2]
+    assert np.max(labels_of_turns, 0).tolist() == labels
+    assert sample(CHAT, tokenizer, assistant_turns="last")["labels"] == labels_of_turns[2]
     if template in SAME:
         plain = tokenizer_with(template.removesuffix("_training"))
         assert sample(CHAT, plain) == {"input_ids": stock["input_ids"], "labels": labels}
@@ -131,23 +131,23 @@ def test_a_template_that_rewrites_the_history_is_refused_with_the_turn():
         sample(CHAT, THINKING)
     assert trained_texts(sample(CHAT[:2], THINKING), THINKING) == ["<think>\n\n</think>\n\nA1<|im_end|>\n"]
     assert trained_texts(sample(CHAT, THINKING, assistant_turns="last"), THINKING)[0].endswith("A3<|im_end|>\n")
-    other = build_tokenizer()
+    other_tokenizer = build_tokenizer()
     head = "'<|im_start|>assistant\n'"
-    other.chat_template = PLAIN.chat_template.replace(head, head[:-1] + "<think>'")
-    said = r"ends the prompt of `messages\[1\]` with '<think>', and with this turn .*'A1"
-    with pytest.raises(ValueError, match=said):
-        sample(CHAT, other)
-    other.chat_template = (  # marks the first answer only when it is the last
+    other_tokenizer.chat_template = PLAIN.chat_template.replace(head, head[:-1] + "<think>'")
+    message = r"ends the prompt of `messages\[1\]` with '<think>', and with this turn .*'A1"
+    with pytest.raises(ValueError, match=message):
+        sample(CHAT, other_tokenizer)
+    other_tokenizer.chat_template = (  # marks the first answer only when it is the last
         "{% for m in messages %}{% if loop.first or loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     with pytest.raises(ValueError, match="marks other text in `messages"):
-        sample(weighted(1, 0, 1), other)
+        sample(weighted(1, 0, 1), other_tokenizer)
 
 
 def test_an_empty_thinking_of_the_template_can_be_left_untrained():
     for tokenizer, template in ((THINKING, None), (THINKING, (TEMPLATES / "qwen3_training.jinja").read_text())):
-        for message, kept in (
+        for message, text_kept in (
             (answer("A1"), "A1<|im_end|>\n"),
             (answer(""), "<|im_end|>\n"),
             (answer("\n\nA1"), None),
@@ -157,11 +157,11 @@ def test_an_empty_thinking_of_the_template_can_be_left_untrained():
             full = sample([user("Q"), message], tokenizer, template)
             assert labelled["input_ids"] == full["input_ids"]
             (text,) = trained_texts(labelled, tokenizer)
-            assert text == kept or (kept is None and text.strip().endswith("A1<|im_end|>"))
+            assert text == text_kept or (text_kept is None and text.strip().endswith("A1<|im_end|>"))
             assert "<think>" in trained_texts(full, tokenizer)[0]
             assert ("<think>" in text) == ("T" in text)
-    own = answer("<think>\n\n</think>\n\nA1")
-    assert "<think>" in trained_texts(sample([user("Q"), own], PLAIN, train_empty_thinking=False), PLAIN)[0]
+    thinking_answer = answer("<think>\n\n</think>\n\nA1")
+    assert "<think>" in trained_texts(sample([user("Q"), thinking_answer], PLAIN, train_empty_thinking=False), PLAIN)[0]
     # the same in one sample per turn
     rule = TurnRule(train_empty_thinking=False)
     _, labels = Conversation.from_row({"messages": CHAT}).sample(5, THINKING)
@@ -199,8 +199,8 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
     sets = {"table": ROWS, "stream": ROWS.to_iterable_dataset()}
     trainer = run_of(tmp_path, ROWS, eval_dataset=sets, **settings)
     assert all_documents(trainer) == trained
-    for each in trainer.eval_dataset.values():
-        assert [(row["input_ids"], row["labels"]) for row in each] == expected
+    for dataset in trainer.eval_dataset.values():
+        assert [(row["input_ids"], row["labels"]) for row in dataset] == expected
     unpacked = run_of(tmp_path, ROWS, packing=False, **settings)
     assert sorted((row["input_ids"], row["labels"]) for row in unpacked.train_dataset) == trained
     assert set(unpacked.train_dataset["id"]) <= {0, 1, 2}
@@ -216,26 +216,26 @@ def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
     trainer.train()
     labels = [label for _, labels in all_documents(trainer) for label in labels]
     share = sum(label != -100 for label in labels) / len(labels)
-    said = f"{share * 100:.1f} %: assistant turns (`assistant_only_loss`), 7 of 12; not trained: 5 with `weight` 0"
-    assert dict(trainer.packing_report.lines())["trained tokens"] == said
+    line = f"{share * 100:.1f} %: assistant turns (`assistant_only_loss`), 7 of 12; not trained: 5 with `weight` 0"
+    assert dict(trainer.packing_report.lines())["trained tokens"] == line
     assert json.loads((tmp_path / "packing_report.json").read_text())["trained"]["counts"]["context"] == 5
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert line in " ".join(capsys.readouterr().out.split())
     run_of(tmp_path, ROWS, max_steps=1, packing=False).train()
-    assert f"Trained tokens: {said}" in capsys.readouterr().out
+    assert f"Trained tokens: {line}" in capsys.readouterr().out
     plain = chats(CHAT, CHAT)  # the first token of a row is no target
     run_of(tmp_path, plain, max_steps=1, packing=False, assistant_only_loss=False).train()
     assert "Trained tokens: 98.7 %: every token; `assistant_only" in capsys.readouterr().out
 
 
 def test_weights_that_would_not_be_read_are_refused(tmp_path):
-    said = (
+    message = (
         r"2 of 4 rows of the {} dataset have messages with `weight` 0, which is not read.*`assistant_only_loss=False`"
     )
     data = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0))
     every = {"assistant_only_loss": False}
-    with pytest.raises(ValueError, match=said.format("train")):
+    with pytest.raises(ValueError, match=message.format("train")):
         run_of(tmp_path, data, **every)
-    with pytest.raises(ValueError, match=said.format("eval")):
+    with pytest.raises(ValueError, match=message.format("eval")):
         run_of(tmp_path, chats(CHAT), eval_dataset=data, **every)
     with pytest.raises(ValueError, match="2 of the first 4 rows of the train"):
         run_of(tmp_path, data.to_iterable_dataset(), max_steps=1, **every)
@@ -244,9 +244,11 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
         foreign = chats(CHAT, [CHAT[0], CHAT[1] | {name: False}, *CHAT[2:]])
         foreign.to_json(tmp_path / "chats.jsonl")  # of different forms: JSON when read
         (tmp_path / "mixed.jsonl").write_text((tmp_path / "chats.jsonl").read_text().replace(f',"{name}":null', ""))
-        said = rf"1 of 2 rows .* have messages with `{name}` 0, .*`message_train_key='weight'` reads another key.*Set"
+        message = (
+            rf"1 of 2 rows .* have messages with `{name}` 0, .*`message_train_key='weight'` reads another key.*Set"
+        )
         for rows in (foreign, Dataset.from_json(str(tmp_path / "mixed.jsonl"))):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 run_of(tmp_path, rows, **settings)
         run_of(tmp_path, foreign, **settings | {"message_train_key": name})
     prompts = Dataset.from_list([{"prompt": weighted(0, 0, 1)[:5], "completion": CHAT[5:]}])

@@ -39,10 +39,12 @@ def rows(name, bad=BAD, num=12):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, packing", [*((name, True) for name in FORMS), ("messages", False)])
 def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, packing, tmp_path, caplog):
-    *_, settings, said = FORMS[name]
+    *_, settings, reason = FORMS[name]
     data = Dataset.from_list(rows(name))
     settings = settings | {"packing": packing}
-    named = rf"(?s)2 of 12 rows of the {{}} dataset cannot be tokenised; the first are \[3, 8\]\. .*{said}.*`bad_rows="
+    named = (
+        rf"(?s)2 of 12 rows of the {{}} dataset cannot be tokenised; the first are \[3, 8\]\. .*{reason}.*`bad_rows="
+    )
     with pytest.raises(ValueError, match=named.format("train")) as raised:
         build_trainer(tmp_path, data, **settings)
     assert raised.value.__cause__ is None  # none of the lines of jinja2
@@ -53,8 +55,8 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
 
     with caplog.at_level(logging.WARNING):
         trainer = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
-    for each in ("train", "eval"):
-        dropped = f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
+    for split in ("train", "eval"):
+        dropped = f"2 of 12 rows of the {split} dataset cannot be tokenised and are dropped; the first are [3, 8]"
         assert dropped in caplog.text
     stock = build_trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
     expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
@@ -75,8 +77,8 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
 
 @pytest.mark.parametrize("bad_rows", ["raise", "drop"])
 def test_if_no_row_remains_the_first_is_named(bad_rows, tmp_path):
-    said = r"3 of 3 rows of the train dataset .*\[0, 1, 2\]\. Row 0: `text` is of type int; AttributeError"
-    with pytest.raises(ValueError, match=said):
+    message = r"3 of 3 rows of the train dataset .*\[0, 1, 2\]\. Row 0: `text` is of type int; AttributeError"
+    with pytest.raises(ValueError, match=message):
         build_trainer(tmp_path, Dataset.from_dict({"text": [1, 2, 3]}), bad_rows=bad_rows)
 
 
@@ -101,19 +103,19 @@ def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_
     monkeypatch.setattr(Dataset, "map", counted)
     Dataset.from_list(rows("messages", bad=[])).save_to_disk(tmp_path / "good")
     build_trainer(tmp_path, load_from_disk(tmp_path / "good"))
-    both = ["Reading what the rows give", "Tokenizing train dataset"]
-    assert maps == both
+    descriptions = ["Reading what the rows give", "Tokenizing train dataset"]
+    assert maps == descriptions
     Dataset.from_list(rows("messages")).save_to_disk(tmp_path / "bad")
-    left = []
+    times = []
     ledgers = []
     for _ in range(2):
         trainer = build_trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
         ledgers.append(trainer.data.source.documents.ledger)
-        left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
-    assert left[0] == left[1]
-    assert len(left[0]) > 1
+        times.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
+    assert times[0] == times[1]
+    assert len(times[0]) > 1
     assert ledgers[0] == ledgers[1]
-    assert maps[2:] == both * 2
+    assert maps[2:] == descriptions * 2
 
 
 # Streams
@@ -150,7 +152,8 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     good = documents.select([i for i in range(40) if i not in bad])
     expected = build_trainer(tmp_path / "good", good.to_iterable_dataset(), **settings)
     batches_seen = [
-        [documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (trainer, expected)
+        [documents_of(batch) for batch in islice(any_trainer.get_train_dataloader(), 6)]
+        for any_trainer in (trainer, expected)
     ]
     assert batches_seen[0] == batches_seen[1]
     trainer.train()
@@ -188,4 +191,4 @@ def test_commands_name_bad_rows_or_leave_them_out(command, tmp_path, capsys, pri
         ledger = output["plans"][0]["ledger"]
         assert (ledger["dropped"]["bad_row"]["documents"], ledger["given"]["documents"]) == (2, 12)
     else:  # rows have the numbers that they have in the file
-        assert {each["row"] for pack in output for each in pack["documents"]} == set(range(12)) - set(BAD)
+        assert {document["row"] for pack in output for document in pack["documents"]} == set(range(12)) - set(BAD)

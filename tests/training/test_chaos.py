@@ -18,5 +18,5 @@ def test_killed_runs_resume(tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    said = r"3 kills, .* [1-9]\d* runs to the end: batches and weights as uninterrupted"
-    assert re.search(said, done.stdout), done.stdout
+    summary = r"3 kills, .* [1-9]\d* runs to the end: batches and weights as uninterrupted"
+    assert re.search(summary, done.stdout), done.stdout

@@ -87,18 +87,20 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
     options = {"packing": False, "max_length": 500, "max_steps": 1, "bad_rows": bad_rows}
     options["processing_class"] = tokenizer_with("qwen3")
 
-    def said(data, trainer_class=SFTTrainer):
+    def warnings_of(data, trainer_class=SFTTrainer):
         caplog.clear()
         trainer = build_trainer(tmp_path, data, trainer_class=trainer_class, **options)
         assert len(list(trainer.train_dataset)) == 5
         return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
-    assert len(said(thinking_prompts("stock" + bad_rows), trl.SFTTrainer)) == 5  # TRL shows each text once in a process
-    first, *more = said(thinking_prompts("table" + bad_rows))
+    assert (
+        len(warnings_of(thinking_prompts("stock" + bad_rows), trl.SFTTrainer)) == 5
+    )  # TRL shows each text once in a process
+    first, *more = warnings_of(thinking_prompts("table" + bad_rows))
     assert "is not a prefix of" in first
     assert [each[:39] for each in more] == ["4 more warnings of TRL about the train "]
     num_passes = 2  # of which TRL's own reads one row; a stream counts in each
-    assert len(said(thinking_prompts("stream" + bad_rows).to_iterable_dataset())) == num_passes
+    assert len(warnings_of(thinking_prompts("stream" + bad_rows).to_iterable_dataset())) == num_passes
 
 
 # Roles of ShareGPT, and fields that a template leaves out
@@ -146,11 +148,11 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
         turns = build_trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
     thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}
-    kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
-    text_before = json.dumps(kept)
-    stream = IterableDataset.from_generator(lambda: iter(kept))  # yields objects of the user
+    conversations = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
+    text_before = json.dumps(conversations)
+    stream = IterableDataset.from_generator(lambda: iter(conversations))  # yields objects of the user
     prove_data(stream, "train", Rendering(build_tokenizer(), per_turn=True))
-    assert json.dumps(kept) == text_before
+    assert json.dumps(conversations) == text_before
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]
     assert rows_of(build_trainer(tmp_path, Dataset.from_list(bad), bad_rows="drop", **settings)) == expected
@@ -158,12 +160,12 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
 
 def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
     rows = [{"messages": row["conversations"]} for row in sharegpt(keys=("role", "content"))]
-    said = "rows of the train dataset have the role `gpt`, which the chat template renders as it renders any unknown"
+    warning = "rows of the train dataset have the role `gpt`, which the chat template renders as it renders any unknown"
     for table, count in zip(tables(rows, "messages"), ("4 of 6", "4 of 6", "4 of the first 6"), strict=True):
         caplog.clear()
         build_trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
-        assert f"{count} {said}" in caplog.text
-        assert f"{count} {said}".replace("gpt", "human") in caplog.text
+        assert f"{count} {warning}" in caplog.text
+        assert f"{count} {warning}".replace("gpt", "human") in caplog.text
     known = build_tokenizer()
     head = "{{ '[Q]' if m.role in ('user', 'human') else '[A]' }}"
     known.chat_template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}"
@@ -203,8 +205,10 @@ def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, 
         caplog.clear()
         settings = {"packing": False, "max_length": 4000, "max_steps": 1, "per_turn": per_turn, "bad_rows": "drop"}
         trainer = build_trainer(tmp_path, table, processing_class=tokenizer, **settings)
-        said = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
-        of_thoughts, of_calls = ([each for each in said if f"have `{key}`" in each] for key in FIELDS)
+        messages_logged = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+        of_thoughts, of_calls = (
+            [message for message in messages_logged if f"have `{key}`" in message] for key in FIELDS
+        )
         total = "4 rows of" if isinstance(table, Dataset) else "the first 4 rows of"
         is_said = thoughts == "both" or (thoughts == "first" and not per_turn)
         assert [finding.startswith(f"2 of {total}") for finding in of_thoughts] == [True] * is_said

@@ -163,7 +163,7 @@ ALSO = {
 }
 # What older versions of transformers do not have, and what needs the folder of a feature
 ABSENT = {of.PIPELINE, of.TENSORS_AND_SHARDS} if Version("5.20") > TRANSFORMERS else set[Condition]()
-ABSENT |= {choice for choice, made in MADE.items() if not features_in(made) <= PRESENT}
+ABSENT |= {choice for choice, how in MADE.items() if not features_in(how) <= PRESENT}
 if "hybrids" not in PRESENT:
     ABSENT |= {of.TOKENS_PER_RANK_OF_HYBRIDS}
 ROWS = [
@@ -180,10 +180,10 @@ def can_be_made(one: Condition, other: Condition) -> bool:
     return one != other and all(MADE[other].get(key, value) == value for key, value in MADE[one].items())
 
 
-def message_of(folder, *chosen: Condition, constructs: bool = False, **settings) -> str:
+def message_of(folder, *choices: Condition, constructs: bool = False, **settings) -> str:
     """Return what is said to a run with these choices; empty if nothing. The trainer asks in this order."""
-    made = BASE | settings | {key: value for choice in chosen for key, value in MADE[choice].items()}
-    arguments = {key: made.pop(key) for key in ARGUMENTS if key in made}
+    settings_made = BASE | settings | {key: value for choice in choices for key, value in MADE[choice].items()}
+    arguments = {key: settings_made.pop(key) for key in ARGUMENTS if key in settings_made}
     dataset = arguments.pop("dataset")
     if arguments.pop("stream", False):
         dataset = dataset.to_iterable_dataset()
@@ -193,7 +193,7 @@ def message_of(folder, *chosen: Condition, constructs: bool = False, **settings)
     kind = arguments.pop("trainer_class", SFTTrainer)
     environment = dict(os.environ)  # settings may set variables
     try:
-        args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
+        args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **settings_made)
         if constructs:
             kind(model, args, train_dataset=dataset, **{"processing_class": build_tokenizer()} | arguments)
         check_before_loading(
@@ -236,9 +236,9 @@ def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
 def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
     num_accepted = 0
     for other in (choice for choice in MADE if can_be_made(one, choice)):
-        made = {one, other, *ALSO.get(one, ()), *ALSO.get(other, ())}
-        made.add(of.PACKING if (MADE[one] | MADE[other]).get("packing", True) else of.NO_PACKING)
-        causes = [feature.conflicts[with_it] for feature, with_it in ROWS if {feature.choice, with_it} <= made]
+        choices = {one, other, *ALSO.get(one, ()), *ALSO.get(other, ())}
+        choices.add(of.PACKING if (MADE[one] | MADE[other]).get("packing", True) else of.NO_PACKING)
+        causes = [feature.conflicts[with_it] for feature, with_it in ROWS if {feature.choice, with_it} <= choices]
         text = message_of(tmp_path, one, other)
         assert bool(text) == bool(causes), (other.name, text)
         assert not text or any(cause in text for cause in causes)
@@ -257,5 +257,5 @@ def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
 
 
 def test_the_page_is_made_of_the_records():
-    made = runpy.run_path(str(ROOT / "tools" / "combinations.py"))["page"]()
-    assert (ROOT / "docs" / "combinations.md").read_text() == made, "run `python tools/combinations.py`"
+    page = runpy.run_path(str(ROOT / "tools" / "combinations.py"))["page"]()
+    assert (ROOT / "docs" / "combinations.md").read_text() == page, "run `python tools/combinations.py`"

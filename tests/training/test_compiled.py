@@ -71,11 +71,11 @@ class CompiledCalls(TrainerCallback):
         self.num_graphs += calls > 0
 
         @torch.compiler.disable
-        def run(*args):
+        def run_counted(*args):
             self._ran += calls
             return graph.forward(*args)
 
-        return run
+        return run_counted
 
     def on_step_begin(self, *args, **kwargs):
         self._ran = 0  # without what the proof and evaluation ran
@@ -189,14 +189,14 @@ def test_a_layer_that_torch_runs_as_it_is_does_not_count(part, checkpoints, flas
 
 
 def test_graphs_are_compiled_with_the_options_of_a_mode():
-    def own(graph, example_inputs, mode):
+    def own_backend(graph, example_inputs, mode):
         return mode
 
     assert look_up_backend("inductor", None) is look_up_backend("inductor", "default")
     options = look_up_backend("inductor", "max-autotune").keywords
     assert options == {"config_patches": torch._inductor.list_mode_options("max-autotune", dynamic=True)}
     assert options["config_patches"]["max_autotune"]
-    assert look_up_backend(own, "fast")(None, []) == "fast"
+    assert look_up_backend(own_backend, "fast")(None, []) == "fast"
 
 
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)

@@ -50,12 +50,12 @@ def result(engine, launch):
     if engine in SHARDED and not importlib.util.find_spec("deepspeed"):
         pytest.skip("deepspeed is not installed (pip install trl_packfix[deepspeed])")
 
-    def of(scenario: str) -> dict:
+    def result_of(scenario: str) -> dict:
         result_of_engine = launch[engine, scenario]
         assert result_of_engine["engine"] == ENGINES[engine]
         return result_of_engine
 
-    return of
+    return result_of
 
 
 on_whole_engines = pytest.mark.parametrize("engine", WHOLE)
@@ -82,16 +82,16 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
         result_of_engine = scenarios.drop_last(folder, packing_strategy=strategy, gradient_accumulation_steps=4)
     else:
         result_of_engine = request.getfixturevalue("launch")["ddp", "drop_last"]
-    whole = result_of_engine["whole"]
+    unbroken = result_of_engine["whole"]
     report = result_of_engine["report"]
     assert result_of_engine["world_size"] == num_ranks
-    assert result_of_engine["num_steps"] == report["num_steps"] == whole["num_steps"] - 1
+    assert result_of_engine["num_steps"] == report["num_steps"] == unbroken["num_steps"] - 1
     accumulation = 4 // num_ranks
-    *expected, last = step_documents(whole, accumulation)
+    *expected, last = step_documents(unbroken, accumulation)
     steps = step_documents(result_of_engine, accumulation)
     assert steps == expected
     assert len(result_of_engine["seen"][0]) == accumulation * len(steps)
-    assert whole["report"]["documents_not_reached"] == 0 < len(last) < len(steps[0])
+    assert unbroken["report"]["documents_not_reached"] == 0 < len(last) < len(steps[0])
     if strategy == "minibatch":
         assert {len(step) for step in steps} == {8}
     # What is counted: tokens are the letters of a document and one more, of which the first is no target
@@ -156,8 +156,8 @@ def test_evaluation_on_two_ranks_equals_one(launch, engine, scenario, folder):
     one = scenarios.evaluation(folder, None, trains=scenario == "minibatch_trained", **settings)
     results = launch[engine, scenario]["evaluation"]
     expected = one["evaluation"]["packed"]
-    for way in ("packed", "padded", "metric"):
-        assert results[way] == pytest.approx(expected, rel=1e-5), way
+    for kind in ("packed", "padded", "metric"):
+        assert results[kind] == pytest.approx(expected, rel=1e-5), kind
     assert results["rows"] == results["predicted"] == list(range(NUM_EVALUATED))
 
 
@@ -210,7 +210,7 @@ REFUSED += [("ddp", "other_images", 0, ANOTHER_PACK)] if {"images", "prefixes"} 
 def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, message):
     outcome = launch[engine, name]
     assert step is None or outcome["step"] == step
-    assert all(re.search(message, said) for said in outcome["messages"]), outcome["messages"]
+    assert all(re.search(message, text) for text in outcome["messages"]), outcome["messages"]
 
 
 # Restart
@@ -221,21 +221,21 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, me
 )
 def test_every_document_once_per_epoch_and_a_restart_in_the_second_is_exact(result, engine, name):
     outcome = result(name)
-    whole = outcome["whole"]
+    unbroken = outcome["whole"]
     stop = outcome["stop"]
     per_epoch = outcome["per_epoch"]
-    assert outcome["engine"] == whole["engine"]
+    assert outcome["engine"] == unbroken["engine"]
     assert per_epoch < stop < 2 * per_epoch
     assert outcome["synchronisation"] == ("step" if engine == "ddp" else "micro")
-    epochs = [[rank[i * 2 * per_epoch :][: 2 * per_epoch] for rank in whole["seen"]] for i in range(3)]
+    epochs = [[rank[i * 2 * per_epoch :][: 2 * per_epoch] for rank in unbroken["seen"]] for i in range(3)]
     assert all(count(epoch) == dict.fromkeys(range(60), 1) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert max(map(len, chain(*epochs[0]))) > 2, "nothing was packed"
-    assert whole["num_steps"] == outcome["num_steps"] == 3 * per_epoch
-    assert outcome["seen"] == [micro_batches[stop * 2 :] for micro_batches in whole["seen"]]
-    assert outcome["losses"] == whole["losses"]
-    assert outcome["num_tokens"] == whole["num_tokens"]
-    gap = (outcome["weights"] - whole["weights"]).norm() / outcome["weights"].norm()
+    assert unbroken["num_steps"] == outcome["num_steps"] == 3 * per_epoch
+    assert outcome["seen"] == [micro_batches[stop * 2 :] for micro_batches in unbroken["seen"]]
+    assert outcome["losses"] == unbroken["losses"]
+    assert outcome["num_tokens"] == unbroken["num_tokens"]
+    gap = (outcome["weights"] - unbroken["weights"]).norm() / outcome["weights"].norm()
     assert gap == 0 if engine == "ddp" else gap < 1e-6
     saved = AutoModelForCausalLM.from_pretrained(outcome["saved"])
     assert torch.equal(torch.cat([p.detach().double().flatten() for p in saved.parameters()]), outcome["weights"])
@@ -246,20 +246,20 @@ def test_a_restart_of_a_row_of_the_table_is_exact(launch, engine, name):
     """Rows with parts of packs, streams and images must continue exactly."""
     outcome = launch[engine, f"restart_{name}"]
     assert torch.equal(*outcome["weights"])
-    whole, resumed = outcome["tokens"]
-    assert resumed == whole
-    assert len(whole) == 6
-    whole, resumed = outcome["seen"]
-    assert resumed == whole[-len(resumed) :]
-    assert len(whole) == 3 * len(resumed)
-    whole, resumed = outcome["reports"]
-    assert resumed["ledger"] == whole["ledger"]
-    assert resumed["shared"] == whole["shared"]
+    unbroken, resumed = outcome["tokens"]
+    assert resumed == unbroken
+    assert len(unbroken) == 6
+    unbroken, resumed = outcome["seen"]
+    assert resumed == unbroken[-len(resumed) :]
+    assert len(unbroken) == 3 * len(resumed)
+    unbroken, resumed = outcome["reports"]
+    assert resumed["ledger"] == unbroken["ledger"]
+    assert resumed["shared"] == unbroken["shared"]
     if name.startswith("parts"):  # compared once more: a table in two steps, a stream in all
         is_stream = "stream" in name
         assert outcome["steps_to_compare"] == (6 - 2 if is_stream else 0)  # it has trained two
         if is_stream:  # what a group has read is counted once
-            assert whole["num_tokens"] == resumed["num_tokens"] == outcome["tokens"][0][-1]
+            assert unbroken["num_tokens"] == resumed["num_tokens"] == outcome["tokens"][0][-1]
 
 
 @on_ddp
@@ -275,9 +275,9 @@ def test_a_run_of_two_ranks_continues_on_one(result, folder, strategy):
             step_documents({"seen": [one.seen]}, accumulation=4) == step_documents(outcome["whole"])[outcome["stop"] :]
         )
         ends.append(scenarios.weights_of(one))
-    start = torch.zeros_like(ends[0])
-    rounding = weight_difference(ends[1], ends[0], start)
-    assert weight_difference(ends[0], outcome["whole"]["weights"], start) <= tolerance(rounding)
+    start_weights = torch.zeros_like(ends[0])
+    rounding = weight_difference(ends[1], ends[0], start_weights)
+    assert weight_difference(ends[0], outcome["whole"]["weights"], start_weights) <= tolerance(rounding)
     # in other steps every document is trained once in each epoch, too
     one = scenarios.make(folder, **restarts.THREE_EPOCHS | settings | {"gradient_accumulation_steps": 3})
     one.train(outcome["checkpoint"])

@@ -200,8 +200,8 @@ def test_rows_are_named_before_tokenisation_as_the_selected_dataset_counts_them(
     monkeypatch.setattr("trl.SFTTrainer._prepare_dataset", lambda *a, **k: pytest.fail("tokenisation has started"))
     data = Dataset.from_list([{"messages": PROMPT + ANSWER * (row % 2 == 0)} for row in range(5)]).select(rows)
     silent = [index for index, row in enumerate(rows) if row % 2]
-    said = rf"{len(silent)} of {len(data)} rows .* have no assistant message.*{re.escape(str(silent))}.*Remove"
-    with pytest.raises(ValueError, match=said):
+    message = rf"{len(silent)} of {len(data)} rows .* have no assistant message.*{re.escape(str(silent))}.*Remove"
+    with pytest.raises(ValueError, match=message):
         build_trainer(tmp_path, data, assistant_only_loss=True)
 
 
@@ -255,7 +255,9 @@ def test_deprecations_of_trl_are_passed_through(settings_given, tmp_path):
         with warnings.catch_warnings(record=True) as warnings_found:
             warnings.simplefilter("always")
             args = kind(str(tmp_path), **settings)
-        warned.append({str(each.message) for each in warnings_found if issubclass(each.category, FutureWarning)})
+        warned.append(
+            {str(warning.message) for warning in warnings_found if issubclass(warning.category, FutureWarning)}
+        )
     # a name that transformers below 5.20 need
     assert warned[1] == {text for text in warned[0] if not text.startswith("`gradient_checkpointing` is deprecated")}
     assert bool(warned[1]) is bool(settings_given) or "gradient_checkpointing" in settings_given

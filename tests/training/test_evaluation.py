@@ -79,7 +79,9 @@ def test_packs_of_an_evaluation_have_the_size_of_its_own_batches(tmp_path):
 
 def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
     settings = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}, "max_length": 16}
-    trainers = [build_trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
+    trainers = [
+        build_trainer(tmp_path, texts(), overlong=overlong, **settings) for overlong in ("truncate", "split", "drop")
+    ]
     assert len({trainer.evaluate()["eval_loss"] for trainer in trainers}) == 1
 
 
@@ -265,8 +267,10 @@ def test_labels_of_any_integer_type_are_predicted_on_as_in_trl(labels, packing, 
         trainer = kind(build_tiny_model(), args, **options, compute_metrics=metric)
         evaluated = trainer.evaluate()
         predicted = trainer.predict(data)
-        own = kind(build_tiny_model(), args, **options, compute_metrics=metric, compute_loss_func=loss).evaluate()
-        results.append((evaluated["eval_right"], own["eval_loss"], inputs["labels"], predicted.label_ids))
+        own_metrics = kind(
+            build_tiny_model(), args, **options, compute_metrics=metric, compute_loss_func=loss
+        ).evaluate()
+        results.append((evaluated["eval_right"], own_metrics["eval_loss"], inputs["labels"], predicted.label_ids))
         assert np.isfinite(evaluated["eval_loss"])
         assert len(predicted.predictions) == 7
     for ours, stock in zip(*results, strict=True):

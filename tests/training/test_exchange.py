@@ -62,24 +62,27 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
             patch.setattr(torch, "tensor", None)  # it would copy from the host
             states = [x[:, :, part] for x in (query, key, value)]
             exchanges[member] = HeadExchange(heads, kv_heads, Group(degree, member)).to_heads(states[:1], states[1:])
-    assert torch.equal(torch.cat([each[0] for each in exchanges.values()], dim=1), query)
-    for i, whole in ((1, key), (2, value)):
-        read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in exchanges.values()]
-        assert torch.equal(torch.cat(read, dim=1), whole.repeat_interleave(heads // kv_heads, dim=1))
+    assert torch.equal(torch.cat([states[0] for states in exchanges.values()], dim=1), query)
+    for i, states_expected in ((1, key), (2, value)):
+        read = [
+            states[i].repeat_interleave(states[0].shape[1] // states[i].shape[1], dim=1)
+            for states in exchanges.values()
+        ]
+        assert torch.equal(torch.cat(read, dim=1), states_expected.repeat_interleave(heads // kv_heads, dim=1))
 
 
 def test_a_rank_that_is_alone_communicates_with_no_rank(monkeypatch):
     """Operations of a group of one return what they got, or zeros where other ranks would send rows."""
     monkeypatch.setattr(group, "dist", None)
     monkeypatch.setattr(exchange, "exchange_pieces", None)
-    alone = Group()
+    group_of_one = Group()
     query, key, value = (torch.randn(1, n, 5, 4) for n in (6, 3, 3))
-    assert alone.sum(query) is query
-    assert alone.gather(query, dim=1) is query
-    of_heads = HeadExchange(6, 3, alone)
+    assert group_of_one.sum(query) is query
+    assert group_of_one.gather(query, dim=1) is query
+    of_heads = HeadExchange(6, 3, group_of_one)
     assert all(map(operator.is_, of_heads.to_heads([query], [key, value]), (query, key, value)))
     assert torch.equal(of_heads.to_tokens(query), query.transpose(1, 2))
-    assert not exchange_halo(query[0], 2, alone).any()
+    assert not exchange_halo(query[0], 2, group_of_one).any()
 
 
 def attend(tokens, forward, **kwargs):
@@ -107,12 +110,12 @@ def test_what_ranks_cannot_share_is_refused(call, message):
 
 def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypatch):
     """torch 2.13 refuses such a group with TORCH_DISTRIBUTED_USE_TORCHCOMMS=1."""
-    made = []
+    groups_made = []
 
     def new_group(ranks, timeout=None, use_local_synchronization=False):
         if use_local_synchronization:
             raise NotImplementedError("new_group cannot delegate to split_group with use_local_synchronization=True")
-        made.append(ranks)
+        groups_made.append(ranks)
         return tuple(ranks)
 
     monkeypatch.setattr(group, "_process_groups", {})
@@ -121,7 +124,7 @@ def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypat
     monkeypatch.setattr(group.dist, "get_rank", lambda: 6)
     monkeypatch.setattr(group.dist, "new_group", new_group)
     make_groups([4, 2])
-    assert made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups_made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
     assert group._process_groups[2][1] == (6, 7)
     assert group._process_groups[4][1] == (4, 5, 6, 7)
 

@@ -149,7 +149,7 @@ def in_batch(change):
     return changed(PackedDataCollator, "collate", wrong)
 
 
-def kept(batch, first):
+def truncated(batch, first):
     batch["labels"][0, first] = batch["input_ids"][0, first]
 
 
@@ -211,8 +211,8 @@ FAULTS = {
         {},
         "the loss is",
     ),
-    "the last token predicts the next document": (in_batch(kept), {}, "document "),
-    "one label over a boundary": (in_batch(lambda batch, first: kept(batch, first[-1:])), {}, "document "),
+    "the last token predicts the next document": (in_batch(truncated), {}, "document "),
+    "one label over a boundary": (in_batch(lambda batch, first: truncated(batch, first[-1:])), {}, "document "),
     "the last label lost": (in_batch(lambda batch, first: batch["labels"][0, -1:].fill_(-100)), {}, "document "),
     "positions go on": (
         in_batch(lambda batch, first: batch.update(position_ids=torch.arange(batch["labels"].shape[1])[None])),
@@ -303,9 +303,9 @@ def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
         trainer.train()
     assert compared == [False, helps]
     assert trainer.packed_model.is_unpacked
-    said = dict(trainer.packing_report.lines())
-    assert "UNPACKED, documents as rows of padded batches, because in the first step" in said["attention"]
-    assert "gradients" in said["first step"]
+    lines = dict(trainer.packing_report.lines())
+    assert "UNPACKED, documents as rows of padded batches, because in the first step" in lines["attention"]
+    assert "gradients" in lines["first step"]
     assert trainer.state.global_step == helps
 
 

@@ -222,11 +222,11 @@ def test_documents_without_a_trained_token_are_not_compared():
 def test_forward_passes_wait_for_other_ranks_of_an_engine(num_ranks, has_engine, waits):
     step = ScriptedFirstStep(num_ranks=num_ranks)
     step._probe.has_engine = has_engine
-    made = []
-    step._make_probe = lambda model: made.append(model) or step._probe
+    models = []
+    step._make_probe = lambda model: models.append(model) or step._probe
     step.compare()
     assert step._has_collectives is waits
-    assert made == [step._trainer.model_wrapped]
+    assert models == [step._trainer.model_wrapped]
 
 
 def test_no_gradient_is_left_behind():
@@ -423,7 +423,9 @@ def train_unpacked(packs, member=0, router_losses=None, **attributes):
 
 
 def test_unpacked_documents_count_by_their_trained_tokens():
-    first, second, third = document_of(9, 2), document_of(9, 3), document_of(5, 1)
+    first = document_of(9, 2)
+    second = document_of(9, 3)
+    third = document_of(5, 1)
     factors, loss, batches = train_unpacked([[first, second, third], [second]])
     assert factors == pytest.approx([1 / 9, 2 / 9, 1 / 9])
     assert loss == pytest.approx(4 / 9)
@@ -439,7 +441,8 @@ def test_unpacked_documents_count_by_their_weights():
 
 @pytest.mark.parametrize("num_trained, divisor", [(2, 4), (1, 4), (0, 2)])
 def test_unpacked_documents_count_once_each_with_document_weighting(num_trained, divisor):
-    first, second = document_of(9, num_trained), document_of(8, 4)
+    first = document_of(9, num_trained)
+    second = document_of(8, 4)
     step = ScriptedFirstStep()
     step._trainer.args.document_weighting = "document"
     factors, _, _ = train_unpacked([[first, second], [first, second]][:2], _trainer=step._trainer)
@@ -580,8 +583,8 @@ def batch_of(*lengths):
 def compare_longer(step, *batches):
     """Compare, and return the lengths of the documents that ran alone."""
     lengths = []
-    alone = step._probe.alone
-    step._probe.alone = lambda ids: lengths.append(len(ids)) or alone(ids)
+    run_alone = step._probe.alone
+    step._probe.alone = lambda ids: lengths.append(len(ids)) or run_alone(ids)
     step.compare_longer([*batches])
     return lengths
 
@@ -665,11 +668,11 @@ def test_states_that_agree_when_ties_are_broken_in_order_are_equal():
 
 
 def test_a_document_that_does_not_fit_ends_comparisons():
-    def alone(ids):
+    def states_alone(ids):
         raise torch.OutOfMemoryError("no memory")
 
     step = ScriptedFirstStep()
-    step._probe.alone = alone
+    step._probe.alone = states_alone
     step.compare_longer([batch_of(64)])
     assert step.longest_compared == inf
 
@@ -755,7 +758,7 @@ def test_the_document_that_differs_is_named():
 
     def train_unpacked(packs):
         ((document,),) = packs
-        assert any(document is each for each in documents)
+        assert any(document is one for one in documents)
         return gradients_of()
 
     step._train_packed = train_packed
@@ -781,7 +784,7 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
     ]
     monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep()
-    step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(degree, degree - 1)))
+    step._data.source = SimpleNamespace(first_documents=lambda most_tokens: (documents, Group(degree, degree - 1)))
     packs = FirstStep._choose_packs(step)
     assert [[len(document["input_ids"]) for document in pack] for pack in packs] == [[7, 5, 9], second]
     assert [pack.group for pack in packs] == [Group(degree, degree - 1)] * 2
@@ -792,6 +795,6 @@ def test_documents_are_chosen_for_all_ranks_only_where_ranks_wait(monkeypatch, w
     documents = [document_of(7), document_of(5), document_of(9)]
     monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep(_has_collectives=waits)
-    step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(1, 0)))
+    step._data.source = SimpleNamespace(first_documents=lambda most_tokens: (documents, Group(1, 0)))
     step._data.reading.select_alike_on_ranks = lambda documents_found, sum_over_ranks: documents_found[:1]
     assert len(FirstStep._choose_packs(step)[0]) == num_chosen

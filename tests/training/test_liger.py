@@ -30,7 +30,7 @@ def played():
 @trl_trains
 def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_path):
     unpacked = stock(tmp_path, texts(24), **SETTINGS)
-    start = weights(unpacked)
+    start_weights = weights(unpacked)
     unpacked.train()
     settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
     kernels = {"rope": True, "swiglu": False}
@@ -41,7 +41,7 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
     assert played.calls > 0
     assert trainer.packed_model.isolation.isolated
     assert not trainer.packed_model.repaired
-    change = weights(unpacked) - start
+    change = weights(unpacked) - start_weights
     assert (weights(trainer) - weights(unpacked)).norm() < 1e-5 * change.norm()
     assert change.norm() > 1e-3
 

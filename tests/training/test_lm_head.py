@@ -35,9 +35,9 @@ def by_hand(logits, labels):
     labels = labels[:, 1:]
     log_probs = F.log_softmax(logits, -1)
     mask = labels != -100
-    chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    label_log_probs = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return chosen * mask, entropy * mask, (logits.argmax(-1) == labels) & mask
+    return label_log_probs * mask, entropy * mask, (logits.argmax(-1) == labels) & mask
 
 
 def model_of(model_type, **settings):
@@ -89,11 +89,11 @@ def test_labels_that_are_shifted_already_are_not_shifted_again():
     add_token_scores(model)
     ids, labels = labels_of(model)
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    whole, given = (
+    scores_of_all, scores_of_rows = (
         model(ids, fused_lm_head=True, **{name: x}) for name, x in (("labels", labels), ("shift_labels", shifted))
     )
-    assert torch.equal(whole.log_probs, given.log_probs[:, :-1])
-    assert not given.log_probs[:, -1].any()
+    assert torch.equal(scores_of_all.log_probs, scores_of_rows.log_probs[:, :-1])
+    assert not scores_of_rows.log_probs[:, -1].any()
 
 
 def test_versions_without_the_head_get_ours():

@@ -35,7 +35,7 @@ def test_nothing_is_said_if_it_does_not_fit(tmp_path, monkeypatch):
     """Add what checkpointing saves of a full micro-batch to what the GPU took."""
     method = TrainingMethod(lora=True, engine="DDP")
     sizes = count_model(build_tiny_model().config, method, LORA)
-    peaks = [predict_peak(sizes, method, tokens=128, gpus=1, checkpointing=each).total for each in (False, True)]
+    peaks = [predict_peak(sizes, method, tokens=128, gpus=1, checkpointing=is_on).total for is_on in (False, True)]
     saved = peaks[0] - peaks[1]
     assert saved > 0
     measured = MeasuredMemory(int(79 * GIB - saved / 2), 79 * GIB, 80 * GIB)

@@ -72,13 +72,14 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
     noise_of_document = {place: [] for place in range(len(lengths))}
 
     def note(module, args, output):  # behind the noise, which a hook adds, too
-        (ids,), noise = args, output - module.forward(*args)
+        (ids,) = args
+        noise = output - module.forward(*args)
         if ids.shape == batch["input_ids"].shape:
             rows = enumerate(noise[0, : sum(lengths)].split(lengths))
         elif len(ids) == len(lengths):
             rows = enumerate(noise)
         else:
-            rows = ((place_of(row), each) for row, each in zip(ids, noise, strict=True))
+            rows = ((place_of(row), values) for row, values in zip(ids, noise, strict=True))
         for place, each in rows:
             noise_of_document[place].append(each[: lengths[place]])
 
@@ -106,17 +107,17 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
     degree = 2
     size = 32
     model = build_tiny_model("llama").train()
-    whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
+    whole_pack = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
     noise = DocumentNoise(model, ALPHA)
     outputs = []
     for index in range(degree):
-        batch = cut_part(whole, Group(degree, index), labels_only=has_images)
-        own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
+        batch = cut_part(whole_pack, Group(degree, index), labels_only=has_images)
+        own_rows = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
         torch.manual_seed(0)
         for _ in range(draws):
             noise._push_documents(model, (), batch)
             output = torch.zeros(1, batch["input_ids"].shape[1], size)
-            outputs.append(noise._add_noise(model, (), output)[:, own])
+            outputs.append(noise._add_noise(model, (), output)[:, own_rows])
             noise._pop_documents(model, (), None)
     parts = torch.stack(outputs).view(degree, draws, -1, size)
     after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks
@@ -126,7 +127,7 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / len(first) ** 0.5
     tokens = torch.cat([parts[0], parts[1]], dim=1)
     for document, length in enumerate((30, 3, 9)):
-        check_amplitude(tokens[:, whole["seq_idx"][0] == document], length)
+        check_amplitude(tokens[:, whole_pack["seq_idx"][0] == document], length)
 
 
 def test_noise_is_on_in_training_only(tmp_path):

@@ -153,10 +153,10 @@ def own_loss(tmp_path, data, **settings):
 def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_path):
     settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
     trainer = own_loss(tmp_path, halves(), **settings)
-    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    start_values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss`, which does not call.*no weights of documents.*set"):
         trainer.train()
-    assert all(torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items())
+    assert all(torch.equal(value, start_values[name]) for name, value in trainer.model.state_dict().items())
     plain = build_trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
     assert trainer.num_items == first_step(plain)[1]  # trained tokens, and not documents
 
@@ -424,7 +424,7 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
     assert model.config.router_aux_loss_coef > 0  # which TRL would weigh a router loss with
     trainer = build_trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
     trainer.train()
-    (log,) = [each for each in trainer.state.log_history if "loss" in each]
+    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert np.isfinite(log["loss"])
     assert ("aux_loss" in log) == has_router
     if not has_router:
@@ -440,7 +440,7 @@ def test_routers_whose_logits_are_not_returned_train_without_their_loss(model_ty
     with nullcontext() if is_returned else pytest.warns(UserWarning, match="does not return the logits of its routers"):
         trainer = build_trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
     trainer.train()
-    (log,) = [each for each in trainer.state.log_history if "loss" in each]
+    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert np.isfinite(log["loss"])
     if not is_returned:
         assert "aux_loss" not in log

@@ -64,8 +64,8 @@ def folder() -> Path:
 
 
 @cache
-def unpacked(of: tuple, halves: bool = False) -> dict:
-    alike = [row for row in ROWS.values() if key(row) == of]
+def unpacked(key_of_row: tuple, halves: bool = False) -> dict:
+    alike = [row for row in ROWS.values() if key(row) == key_of_row]
     return train_unpacked(folder(), max(alike, key=lambda row: row.evaluates and not halves), halves)
 
 
@@ -231,8 +231,8 @@ def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch)
 
 @needs("prefixes")
 def test_right_models_pass_on_parts_of_packs(launch):
-    first, *others = launch["ddp4", "proofs"]
-    assert all(other == first for other in others), "all ranks find the same"
+    first, *other_ranks = launch["ddp4", "proofs"]
+    assert all(ranks_report == first for ranks_report in other_ranks), "all ranks find the same"
     for key in (*(("whole", n) for n in (2, 4)), *(("shared", n) for n in (2, 4))):
         passes, size, modules = first[key]
         assert passes
@@ -256,14 +256,14 @@ def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
 @needs("prefixes")
 @needs("images")
 def test_the_proof_on_parts_finds_faults_and_places_them(planted):
-    first, *others = planted["ddp", "faults_of_proofs"]
-    assert all(other == first for other in others)
+    first, *other_ranks = planted["ddp", "faults_of_proofs"]
+    assert all(ranks_report == first for ranks_report in other_ranks)
     assert len(first) == 12
-    for (of, fault), (passes, size, modules) in first.items():
+    for (content, fault), (passes, size, modules) in first.items():
         # text alone does not show faults of images, nor documents that share nothing one of prefixes
-        assert passes is (of in ("text", "unseen")), (of, fault)
-        assert (size > 100) is not passes, (of, fault)
-        if of == "whole":
+        assert passes is (content in ("text", "unseen")), (content, fault)
+        assert (size > 100) is not passes, (content, fault)
+        if content == "whole":
             assert modules
             assert all("Attention" in module for module in modules)
 
@@ -274,6 +274,6 @@ def test_the_proof_on_parts_finds_faults_of_mixers(planted):
     """Halos that send no gradient back move no state: only the gradient of a document shows the fault."""
     verdicts = planted["ddp", "faults_of_mixers"]
     assert len(verdicts) == sum(map(len, OF_HYBRIDS.PLANTED_IN_MIXERS.values()))
-    for (kind, fault), (is_right, said) in verdicts.items():
+    for (kind, fault), (is_right, message) in verdicts.items():
         assert not is_right, (kind, fault)
-        assert fault != "no_gradient" or "gradients of documents are not what they are alone" in said
+        assert fault != "no_gradient" or "gradients of documents are not what they are alone" in message

@@ -51,7 +51,7 @@ TYPES = sorted({kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - NOT_TRAINE
 
 
 def run_of(folder, kind, form, make=build_trainer, eval_dataset=None, **settings):
-    (config,) = (each for name, each in PEFT_TYPE_TO_CONFIG_MAPPING.items() if name.value == kind)
+    (config,) = (config_class for name, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items() if name.value == kind)
     torch.manual_seed(0)
     arguments = {"peft_config": config(task_type="CAUSAL_LM", **SETTINGS.get(kind, LAYERS))}
     settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "logging_strategy": "no"} | settings
@@ -60,9 +60,9 @@ def run_of(folder, kind, form, make=build_trainer, eval_dataset=None, **settings
 
 def trained(trainer):
     """Train, and return the weights before and after, and the loss."""
-    start = weights(trainer)
+    start_weights = weights(trainer)
     loss = trainer.train().training_loss
-    return start, weights(trainer), loss
+    return start_weights, weights(trainer), loss
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def trained(trainer):
 def test_a_type_trains_as_in_stock_trl_or_is_refused_in_packs(kind, tmp_path):
     """Forms of rows come in turns, so that each is trained with many types."""
     form = [*FORMS][TYPES.index(kind) % len(FORMS)]
-    start, expected, loss = trained(run_of(tmp_path, kind, form, make=stock))
-    assert not torch.equal(expected, start)
+    start_weights, expected, loss = trained(run_of(tmp_path, kind, form, make=stock))
+    assert not torch.equal(expected, start_weights)
     _, unpacked, unpacked_loss = trained(run_of(tmp_path, kind, form, packing=False))
     assert torch.equal(unpacked, expected)
     assert unpacked_loss == loss
@@ -85,9 +85,9 @@ def test_a_type_trains_as_in_stock_trl_or_is_refused_in_packs(kind, tmp_path):
             packed.train()
         return
     _, ours, _ = trained(packed)
-    assert not torch.equal(ours, start)
+    assert not torch.equal(ours, start_weights)
     if kind not in DRAWING:
-        assert (ours - expected).norm() < 1e-3 * (expected - start).norm()
+        assert (ours - expected).norm() < 1e-3 * (expected - start_weights).norm()
 
 
 VIRTUAL_TYPES = sorted(BEFORE_ROWS & {*TYPES})
@@ -111,10 +111,10 @@ def test_virtual_tokens_are_trained_and_evaluated_as_in_stock_trl(kind, form, tm
     assert (predicted.predictions == of_trl.predictions).all()
     assert predicted.metrics["test_loss"] == pytest.approx(of_trl.metrics["test_loss"], rel=1e-6)
     compared = 0
-    for one, other in zip(log, expected_log, strict=True):
+    for one, other_entry in zip(log, expected_log, strict=True):
         if "train_runtime" in one:  # of the whole training, which TRL does not log
             continue
         for name in one.keys() & {"loss", "entropy", "mean_token_accuracy", "eval_loss", "eval_entropy"}:
-            assert one[name] == pytest.approx(other[name], rel=1e-6), name
+            assert one[name] == pytest.approx(other_entry[name], rel=1e-6), name
             compared += 1
     assert compared == 2 * 3 + 3 * 2  # in two steps, and before and after them

@@ -18,13 +18,13 @@ from trl_packfix.training.progress import (
 )
 
 
-def said(capsys, folder, model="llama", **settings) -> str:
+def printed_text(capsys, folder, model="llama", **settings) -> str:
     build_trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings).train()
     return capsys.readouterr().err
 
 
 def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
-    text = said(capsys, tmp_path, disable_tqdm=False)
+    text = printed_text(capsys, tmp_path, disable_tqdm=False)
     assert "Cutting 40 rows into documents" in text
     assert "Planned packs of 40 documents" in text
     assert "Repairing" not in text
@@ -32,7 +32,7 @@ def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
     forwards = re.findall(r"Proving isolation on LlamaForCausalLM: forward (\d+)( of about \d+)?", text)
     assert int(forwards[-1][0]) == pytest.approx(USUAL_FORWARDS, rel=0.5)  # "about"
     assert [bool(about) for count, about in forwards] == [int(count) <= USUAL_FORWARDS for count, _ in forwards]
-    assert not [line for line in said(capsys, tmp_path).splitlines() if "Prov" in line or "Plan" in line]
+    assert not [line for line in printed_text(capsys, tmp_path).splitlines() if "Prov" in line or "Plan" in line]
     for rank, disabled in ((0, False), (0, True), (1, False)):
         with status_shown(SimpleNamespace(process_index=rank, disable_tqdm=disabled), "Working"):
             pass
@@ -41,7 +41,7 @@ def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
 
 def test_a_repair_names_what_is_repaired(tmp_path, capsys):
     example = leaking_example()
-    text = said(capsys, tmp_path, model=example.model_type, disable_tqdm=False)
+    text = printed_text(capsys, tmp_path, model=example.model_type, disable_tqdm=False)
     model_class = type(build_tiny_model(example.model_type)).__name__
     assert f"Repairing {example.module} on {model_class}: forward " in text
 
@@ -68,7 +68,7 @@ def test_plan_says_what_it_reads(tmp_path, capsys):
 
 @pytest.mark.parametrize("extension", ["deepspeed_shm_comm", "cpu_adam"])
 def test_what_deepspeed_compiles_is_said_once_on_rank_0(extension, tmp_path, capsys, monkeypatch):
-    def said(device="cpu"):
+    def compile_notice(device="cpu"):
         if extension == "cpu_adam":
             config = SimpleNamespace(get_value=lambda key: device)
             plugin = SimpleNamespace(hf_ds_config=config)
@@ -79,11 +79,11 @@ def test_what_deepspeed_compiles_is_said_once_on_rank_0(extension, tmp_path, cap
         return capsys.readouterr().err
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert re.fullmatch(rf"DeepSpeed compiles `{extension}` .* minutes.\n", said())
-    assert not said("cuda")
+    assert re.fullmatch(rf"DeepSpeed compiles `{extension}` .* minutes.\n", compile_notice())
+    assert not compile_notice("cuda")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not said()
+    assert not compile_notice()
     monkeypatch.delenv("LOCAL_RANK")
     (tmp_path / "cpu" / extension).mkdir(parents=True)
     (tmp_path / "cpu" / extension / f"{extension}.so").touch()
-    assert not said()
+    assert not compile_notice()

@@ -30,18 +30,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, model="llama", peft_config=None, **settings):
+def start_training(folder, model="llama", peft_config=None, **settings):
     """Start on the same table, and return the trainer and how many models it has proved."""
     options = {"max_length": 256, "max_steps": 1, "bf16": False, "seed": 3} | settings
     args = SFTConfig(
         str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **options
     )
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
-    own = {"processing_class": build_tokenizer(), "peft_config": peft_config}
+    own_options = {"processing_class": build_tokenizer(), "peft_config": peft_config}
     with mock.patch.object(
         ProbeMeasurement, "__init__", autospec=True, side_effect=ProbeMeasurement.__init__
     ) as proves:
-        trainer = SFTTrainer(model, args, train_dataset=load_from_disk(folder / "data"), **own)
+        trainer = SFTTrainer(model, args, train_dataset=load_from_disk(folder / "data"), **own_options)
         trainer.train()
     return trainer, proves.call_count
 
@@ -60,10 +60,10 @@ def tf32():
 
 def test_the_second_start_proves_nothing_and_trains_the_same(folder, tf32):
     settings = {"share_prefixes": "pack"} if "prefixes" in PRESENT else {}
-    first, proofs = start(folder, **settings)
+    first, proofs = start_training(folder, **settings)
     assert proofs == 1 + len(settings)
     assert first.packing_report.isolation.proved_on is None
-    second, proofs = start(folder, **settings)
+    second, proofs = start_training(folder, **settings)
     assert proofs == 0
     assert "same model and versions" in dict(second.packing_report.lines())["isolation"]
     assert "packed" in dict(second.packing_report.lines())["first step"]
@@ -103,19 +103,19 @@ OTHERS = {
 
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
 def test_what_differs_is_proved(folder, settings):
-    start(folder)
-    made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
-    assert start(folder, **made)[1] == 1
-    made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
-    assert start(folder, **made)[1] == 0  # and is remembered, too
+    start_training(folder)
+    settings_made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
+    assert start_training(folder, **settings_made)[1] == 1
+    settings_made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
+    assert start_training(folder, **settings_made)[1] == 0  # and is remembered, too
 
 
 def test_other_code_of_this_package_proves_again(folder, monkeypatch):
     """`PREPARATION_SOURCE_HASH` is a hash of every file of the package (tests/planning/test_epochs.py)."""
-    start(folder)
+    start_training(folder)
     monkeypatch.setattr(remembered, "PREPARATION_SOURCE_HASH", "of another version")
-    assert start(folder)[1] == 1
-    assert start(folder)[1] == 0
+    assert start_training(folder)[1] == 1
+    assert start_training(folder)[1] == 0
 
 
 def test_code_beside_that_of_a_module_proves_again(folder, tmp_path, monkeypatch):
@@ -124,9 +124,9 @@ def test_code_beside_that_of_a_module_proves_again(folder, tmp_path, monkeypatch
     (tmp_path / "edited_ops.py").write_text("SCALE = 1.0\n")
     (tmp_path / "edited_model.py").write_text(EDITED)
     kind = import_module("edited_model").Edited
-    assert [start(folder, of_class(kind))[1] for _ in range(2)] == [1, 0]
+    assert [start_training(folder, of_class(kind))[1] for _ in range(2)] == [1, 0]
     (tmp_path / "edited_ops.py").write_text("SCALE = 1.5\n")
-    assert start(folder, of_class(kind))[1] == 1
+    assert start_training(folder, of_class(kind))[1] == 1
 
 
 EDITED = """
@@ -146,7 +146,7 @@ def test_another_hook_proves_again(folder):
         model.model.norm.register_forward_hook(eval(code))
         return model
 
-    assert [start(folder, with_hook(scale))[1] for scale in (1.0, 1.0, 2.0)] == [1, 0, 1]
+    assert [start_training(folder, with_hook(scale))[1] for scale in (1.0, 1.0, 2.0)] == [1, 0, 1]
 
 
 def test_a_kernel_that_is_installed_proves_again(folder, tmp_path, monkeypatch):
@@ -154,16 +154,16 @@ def test_a_kernel_that_is_installed_proves_again(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed = tmp_path / "causal_conv1d-1.6.0.dist-info"
     installed.mkdir()
-    assert [start(folder)[1] for _ in range(2)] == [1, 0]
+    assert [start_training(folder)[1] for _ in range(2)] == [1, 0]
     installed.rename(tmp_path / "causal_conv1d-1.6.1.dist-info")
-    assert start(folder)[1] == 1
+    assert start_training(folder)[1] == 1
 
 
 @pytest.mark.parametrize("package", ["transformers", "torch", "peft"])
 def test_another_version_proves_again(folder, package):
-    start(folder)
+    start_training(folder)
     with mock.patch.object(sys.modules[package], "__version__", "9.9.9"):
-        assert start(folder)[1] == 1
+        assert start_training(folder)[1] == 1
 
 
 def notebook_class(scale):
@@ -183,30 +183,30 @@ class Typed(Base):
 
 
 def test_a_class_without_a_file_is_known_by_all_its_methods(folder):
-    assert [start(folder, of_class(notebook_class(scale)))[1] for scale in (1.0, 1.0, -1.0)] == [1, 0, 1]
+    assert [start_training(folder, of_class(notebook_class(scale)))[1] for scale in (1.0, 1.0, -1.0)] == [1, 0, 1]
 
 
 def test_what_is_repaired_or_damaged_is_proved_again(folder):
-    repaired, _ = start(folder, build_tiny_model(leaking_example().model_type, vocab_size=64))
+    repaired, _ = start_training(folder, build_tiny_model(leaking_example().model_type, vocab_size=64))
     assert repaired.packing_report.isolation.repaired
     assert not [*(folder / "data").glob("*proof*")]
-    start(folder)
+    start_training(folder)
     (file,) = (folder / "data").glob("*proof*")
     right = file.read_bytes()
     for content in (b"", right[:-5], right.replace(b"1", b"0")):
         file.write_bytes(content)
-        assert start(folder)[1] == 1
+        assert start_training(folder)[1] == 1
         assert file.read_bytes() == right
 
 
 def test_a_leak_that_came_since_is_found_by_the_first_step(folder):
     """Boundaries are lost in a function that no hash sees."""
-    start(folder, on_leak="raise")
+    start_training(folder, on_leak="raise")
     with (
         faults.BEHIND_PROOF["one_document"](),
         pytest.raises(PackingLeakError, match="were trained packed and unpacked"),
     ):
-        start(folder, on_leak="raise")
+        start_training(folder, on_leak="raise")
 
 
 class Wrapper(torch.nn.Module):
@@ -326,11 +326,11 @@ def test_ranks_prove_unless_all_of_them_remember(tmp_path):
     """On nodes with disks of their own; else one rank would wait in a forward that the other leaves out."""
 
     def load_rows_on_rank():
-        own = tmp_path / os.environ["RANK"]
-        rows().save_to_disk(own / "data")
-        proofs = [start(own)[1], start(own)[1]]
+        rank_folder = tmp_path / os.environ["RANK"]
+        rows().save_to_disk(rank_folder / "data")
+        proofs = [start_training(rank_folder)[1], start_training(rank_folder)[1]]
         if os.environ["RANK"] == "1":
-            next((own / "data").glob("*proof*")).unlink()
-        assert [*proofs, start(own)[1]] == [1, 0, 1]
+            next((rank_folder / "data").glob("*proof*")).unlink()
+        assert [*proofs, start_training(rank_folder)[1]] == [1, 0, 1]
 
     assert fork_ranks(2, load_rows_on_rank)

@@ -40,12 +40,14 @@ def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_pat
     trainer = build_trainer(tmp_path, ROWS, **settings)
     trainer.train_dataset = trainer.train_dataset.select(range(15, 40))
     fresh = build_trainer(tmp_path, ROWS.select(range(15, 40)), **settings)
-    for each in (trainer, fresh):
-        each.train()
+    for any_trainer in (trainer, fresh):
+        any_trainer.train()
     assert torch.equal(weights(trainer), weights(fresh))
     assert trainer.state.max_steps == fresh.state.max_steps
     assert trainer.packing_report.num_rows == trainer.packing_report.num_documents == 25
-    ours, theirs = ([entry.get("learning_rate") for entry in each.state.log_history] for each in (trainer, fresh))
+    ours, theirs = (
+        [entry.get("learning_rate") for entry in any_trainer.state.log_history] for any_trainer in (trainer, fresh)
+    )
     assert ours == theirs
     assert trainer.state.max_steps > 4
 
@@ -96,36 +98,36 @@ def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
 
 def test_an_ignored_mask_of_new_rows_is_ignored(tmp_path):
     masked = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 6, "completion_mask": [[0, 0, 0, 1]] * 6})
-    trainer, fresh = (build_trainer(tmp_path, each) for each in (ROWS, masked))
+    trainer, fresh = (build_trainer(tmp_path, dataset) for dataset in (ROWS, masked))
     trainer.train_dataset = masked
-    for each in (trainer, fresh):
-        each.get_train_dataloader()
+    for any_trainer in (trainer, fresh):
+        any_trainer.get_train_dataloader()
     assert trainer.packing_report.num_trained_tokens == fresh.packing_report.num_trained_tokens == 18
 
 
 def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "num_train_epochs": 2}
-    whole = build_trainer(tmp_path, ROWS, **settings)
-    whole.train_dataset = whole.train_dataset.select(range(20))
-    whole.train()
+    partly_trained = build_trainer(tmp_path, ROWS, **settings)
+    partly_trained.train_dataset = partly_trained.train_dataset.select(range(20))
+    partly_trained.train()
     again = build_trainer(tmp_path, ROWS, **settings)
     with pytest.raises(ValueError, match="`rows of the dataset` was 20 and is 40"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     again.train_dataset = again.train_dataset.select(range(20))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert whole.state.max_steps > 2
-    assert torch.equal(weights(again), weights(whole))
+    assert partly_trained.state.max_steps > 2
+    assert torch.equal(weights(again), weights(partly_trained))
 
 
 def test_streams_follow_each_other(tmp_path):
     settings = {"max_steps": 3}
     trainer = build_trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
     documents = with_documents(trainer)
-    other = [[7, 8, 9, 10 + i] for i in range(200)]
-    trainer.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
+    other_ids = [[7, 8, 9, 10 + i] for i in range(200)]
+    trainer.train_dataset = Dataset.from_dict({"input_ids": other_ids}).to_iterable_dataset()
     trainer.train()
     assert documents
-    assert all(document in other for document in documents)
+    assert all(document in other_ids for document in documents)
     trainer.train_dataset = ROWS.to_iterable_dataset()
     with pytest.raises(ValueError, match=r"`trainer.train_dataset` was set to rows with the columns \['text'\]"):
         trainer.train()
@@ -148,8 +150,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_rows_that_cannot_be_trained_are_refused(case, tmp_path):
-    trainer, (other, message) = build_trainer(tmp_path, ROWS), REFUSED[case]
-    trainer.train_dataset = other(trainer)
+    trainer = build_trainer(tmp_path, ROWS)
+    other_rows, message = REFUSED[case]
+    trainer.train_dataset = other_rows(trainer)
     for _ in range(2):  # each time
         with pytest.raises(ValueError, match=message):
             trainer.train()
@@ -195,12 +198,12 @@ def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
 @pytest.mark.parametrize("wraps_too", [True, False])
 def test_another_model_is_refused(packing, wraps_too, tmp_path):
     trainer = build_trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
-    own = trainer.model
+    own_model = trainer.model
     trainer.model = build_tiny_model("llama")
     if wraps_too:
         trainer.model_wrapped = trainer.model
     for call in (trainer.train, trainer.evaluate):
         with pytest.raises(ValueError, match="`trainer.model` was set to another LlamaForCausalLM.*Construct a"):
             call()
-    trainer.model = trainer.model_wrapped = own
+    trainer.model = trainer.model_wrapped = own_model
     assert trainer.train().global_step == 1

@@ -31,10 +31,10 @@ def saved(folder, dataset=None, save_steps=5, **settings):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    run = saved(tmp_path_factory.mktemp("restart"), include_num_input_tokens_seen="all")
-    per_epoch = run.state.max_steps // 3
+    trained = saved(tmp_path_factory.mktemp("restart"), include_num_input_tokens_seen="all")
+    per_epoch = trained.state.max_steps // 3
     assert per_epoch < 10 < 2 * per_epoch, "checkpoint-10 is not in the middle of epoch two"
-    return run
+    return trained
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def test_token_counts_continue(trainer, folder):
     again = resume(folder, "checkpoint-10", include_num_input_tokens_seen="all")
     assert torch.equal(weights(again), weights(trainer))
     for name in ("num_tokens", "num_input_tokens_seen"):
-        whole = logged(trainer, name)
+        unbroken = logged(trainer, name)
         resumed = logged(again, name)
-        assert resumed == whole
-        assert whole[11] > whole[10] > 0
+        assert resumed == unbroken
+        assert unbroken[11] > unbroken[10] > 0
     state = json.loads((folder / "checkpoint-10" / STATE_FILE).read_text())
     assert state["num_tokens"] == logged(trainer, "num_tokens")[10]
 
@@ -117,8 +117,10 @@ def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(trainer, folder
     assert rates[total] == pytest.approx(1e-2 / total)
     assert rates[12] == pytest.approx(1e-2 * (1 - 11 / total))
     assert tokens[total] == logged(trainer, "num_tokens")[3 * before]  # of three epochs
-    said = f"`gradient_accumulation_steps` was 2 and is 1.*{total - 10} of {total} steps remain.*with {3 * before}\\)"
-    assert re.search(said, caplog.text)
+    message = (
+        f"`gradient_accumulation_steps` was 2 and is 1.*{total - 10} of {total} steps remain.*with {3 * before}\\)"
+    )
+    assert re.search(message, caplog.text)
 
 
 # What is refused
@@ -297,12 +299,12 @@ def test_blocks_of_a_large_file_are_compared(folder, monkeypatch):
 def test_no_whole_checkpoint(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         cut(checkpoint / "optimizer.pt")
-    for choice, said in (
+    for choice, message in (
         (True, "no whole checkpoint.*unset to start anew"),
         (str(folder / "checkpoint-5"), "unset to start anew"),
         (str(folder / "True"), "`resume_from_checkpoint='.*True'` was given, and there is no such folder"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             choose_checkpoint(choice, str(folder))
     with pytest.raises(ValueError, match="no whole checkpoint"):
         choose_checkpoint(True, str(folder / "empty"))
@@ -374,14 +376,14 @@ def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkey
 @pytest.mark.parametrize("is_stream, max_steps", [(False, 1), (True, 3)])
 def test_a_run_resumed_behind_its_end_trains_nothing(max_steps, is_stream, tmp_path):
     data = texts(60).to_iterable_dataset(2) if is_stream else texts(60)
-    whole = saved(tmp_path, data, save_steps=3, max_steps=3, lr_scheduler_type="constant")
+    unbroken = saved(tmp_path, data, save_steps=3, max_steps=3, lr_scheduler_type="constant")
     settings = {"max_steps": max_steps, "logging_strategy": "epoch", "save_strategy": "epoch"}
     again = resume(tmp_path, "checkpoint-3", data, **settings)
     assert again.state.global_step == 3
-    assert torch.equal(weights(again), weights(whole))
+    assert torch.equal(weights(again), weights(unbroken))
     more = resume(tmp_path, "checkpoint-3", data, max_steps=4, lr_scheduler_type="constant")
     assert more.state.global_step == 4
-    assert not torch.equal(weights(more), weights(whole))
+    assert not torch.equal(weights(more), weights(unbroken))
 
 
 def weighted(factor=1.0):
@@ -458,10 +460,10 @@ def determinism(monkeypatch):
 def test_a_restart_under_full_determinism_is_exact(determinism, tmp_path):
     """On a GPU only then: no operation of a packed step refuses it here."""
     settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = build_trainer(tmp_path / "whole", texts(), **settings)
-    whole.train()
+    unbroken = build_trainer(tmp_path / "whole", texts(), **settings)
+    unbroken.train()
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
     resumed = build_trainer(tmp_path / "resumed", texts(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert torch.equal(weights(whole), weights(resumed))
+    assert torch.equal(weights(unbroken), weights(resumed))

@@ -45,8 +45,8 @@ def our_hooks(model):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, reentrant, tmp_path):
     model = build_tiny_model(model_type)
-    own = model.config._attn_implementation
-    start = copy.deepcopy(model.state_dict())
+    own_attention = model.config._attn_implementation
+    start_weights = copy.deepcopy(model.state_dict())
     settings = checkpointing(reentrant)
     kinds = ["packed", *KINDS]
     if Version("1.15") > TRL and model_type == "mamba":
@@ -55,9 +55,9 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
     trainers = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
     expected = {}
     for kind, trainer in zip(kinds, trainers, strict=True):
-        assert model.config._attn_implementation == own
+        assert model.config._attn_implementation == own_attention
         trainer = trainer or build(kind, model, tmp_path, **settings)
-        model.load_state_dict(start)
+        model.load_state_dict(start_weights)
         trainer.train()
         if kind not in expected:
             fresh = build(kind, build_tiny_model(model_type), tmp_path, **settings)
@@ -66,7 +66,7 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
         assert trainer.model is model, kind
         assert torch.equal(weights(trainer), expected[kind]), kind
         assert not torch.equal(
-            weights(trainer), torch.cat([start[name].flatten() for name, _ in model.named_parameters()])
+            weights(trainer), torch.cat([start_weights[name].flatten() for name, _ in model.named_parameters()])
         )
         if kind == "packed":
             assert bool(trainer.packed_model.repaired) is (model_type == "bloom")
@@ -141,7 +141,7 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
         build("packed", copied, tmp_path).train()
     assert not our_hooks(copied)
     del copied.forward
-    trainers = [build("packed", each, tmp_path) for each in (copied, fresh)]
+    trainers = [build("packed", fresh_model, tmp_path) for fresh_model in (copied, fresh)]
     for trainer in trainers:
         trainer.train()
     assert torch.equal(*map(weights, trainers))

@@ -168,11 +168,11 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
     of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
     errors = []
-    other = {"token": "document", "document": "token"}[weighting]
+    other_weighting = {"token": "document", "document": "token"}[weighting]
     is_weighted = "weight_column" not in settings
-    for way in ((weighting, is_weighted), (weighting, not is_weighted), (other, is_weighted)):
+    for weighting_used in ((weighting, is_weighted), (weighting, not is_weighted), (other_weighting, is_weighted)):
         reference.zero_grad()
-        loss = loss_by_hand(reference, documents, *way, **of_loss)
+        loss = loss_by_hand(reference, documents, *weighting_used, **of_loss)
         loss.backward()
         expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
         errors.append((((gradient - expected).norm() / expected.norm()).item(), abs(total - loss.item())))
@@ -215,8 +215,8 @@ def test_a_step_of_weight_0_trains_nothing(tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_has_a_loss_per_source(packing, tmp_path):
     test = weighted_rows(20, seed=1)
-    both = {"one": test, "plain": test.remove_columns("source")}
-    options = {"eval_dataset": both, "compute_metrics": lambda _: {}}
+    datasets = {"one": test, "plain": test.remove_columns("source")}
+    options = {"eval_dataset": datasets, "compute_metrics": lambda _: {}}
     expected = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")[1][0]
     for eval_packing in (True, False):
         trainer = build_trainer(
@@ -239,7 +239,7 @@ def all_documents(rows):
     tensors = [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
     masks = [torch.ones_like(tensor["input_ids"]) for tensor in tensors]
     pairs = zip(tensors, masks, strict=True)
-    return [document for each, mask in pairs for document in documents_of(each | {"attention_mask": mask}, list(rows))]
+    return [document for row, mask in pairs for document in documents_of(row | {"attention_mask": mask}, list(rows))]
 
 
 def test_sources_may_be_classes_or_numbers(tmp_path):
@@ -261,14 +261,14 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
 def test_a_run_and_its_restart_are_the_loop_by_hand(packing, is_stream, weighting, tmp_path):
     common = {"max_steps": 6, "packing": packing, "document_weighting": weighting} | COLUMNS
     data = ROWS.to_iterable_dataset(2) if is_stream else ROWS
-    whole = recorded(tmp_path, data, save_strategy="steps", save_steps=3, **common)
-    whole.train()
+    unbroken = recorded(tmp_path, data, save_strategy="steps", save_steps=3, **common)
+    unbroken.train()
     model = build_tiny_model()
-    assert {document.weight for step in whole.steps for document in step} > {0.0, 7.0}
-    losses, by_source = train_by_hand(model, whole.steps, 0.5, weighting)
+    assert {document.weight for step in unbroken.steps for document in step} > {0.0, 7.0}
+    losses, by_source = train_by_hand(model, unbroken.steps, 0.5, weighting)
     by_hand = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert weight_difference(weights(whole), by_hand, start_weights()) < 5e-5
-    entries = [entry for entry in whole.state.log_history if "loss" in entry]
+    assert weight_difference(weights(unbroken), by_hand, start_weights()) < 5e-5
+    entries = [entry for entry in unbroken.state.log_history if "loss" in entry]
     assert len(entries) == 6
     assert loss_difference([entry["loss"] for entry in entries], losses) < 1e-5
     assert min(map(len, by_source)) < len(SOURCES) or not is_stream, "no step lacks a source"
@@ -279,7 +279,7 @@ def test_a_run_and_its_restart_are_the_loop_by_hand(packing, is_stream, weightin
         assert sum(tokens) == entry["trained_tokens"]
     resumed = recorded(tmp_path / "resumed", data, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(weights(whole), weights(resumed))
+    assert torch.equal(weights(unbroken), weights(resumed))
     again = [entry for entry in resumed.state.log_history if "loss" in entry]
     names = [name for name in entries[-1] if name.startswith(("loss", "trained_tokens"))]
     assert [[entry.get(name) for name in names] for entry in again[-3:]] == [
@@ -397,8 +397,8 @@ def test_too_many_sources_are_refused(tmp_path):
     def dataset(num):
         return Dataset.from_dict({"input_ids": [[5, 6, 7]] * num, "id": [f"row {i}" for i in range(num)]})
 
-    said = rf"it has {MAX_SOURCES + 1} different values \(row 0, .*at most {MAX_SOURCES}"
-    with pytest.raises(ValueError, match=said):
+    message = rf"it has {MAX_SOURCES + 1} different values \(row 0, .*at most {MAX_SOURCES}"
+    with pytest.raises(ValueError, match=message):
         build_trainer(tmp_path, dataset(MAX_SOURCES + 1), source_column="id")
     assert build_trainer(tmp_path, dataset(MAX_SOURCES), source_column="id")
 

@@ -29,7 +29,7 @@ def set_in_trl(monkeypatch, trainer_class=trl_packfix.SFTTrainer):
 def test_the_class_that_is_set_in_trl_trains_as_ours(packing, tmp_path, monkeypatch):
     settings = {"packing": packing, "max_steps": 2, "learning_rate": 1e-2}
     ours = build_trainer(tmp_path / "ours", texts(8), **settings)
-    start = weights(ours)
+    start_values = weights(ours)
     ours.train()
     set_in_trl(monkeypatch)
     from trl import SFTConfig, SFTTrainer
@@ -38,7 +38,7 @@ def test_the_class_that_is_set_in_trl_trains_as_ours(packing, tmp_path, monkeypa
     trainer.train()
     assert SFTTrainer is trl_packfix.SFTTrainer
     assert torch.equal(weights(trainer), weights(ours))
-    assert not torch.equal(weights(trainer), start)
+    assert not torch.equal(weights(trainer), start_values)
 
 
 def test_a_config_of_trl_that_was_made_before_keeps_its_strategy(tmp_path, monkeypatch):

@@ -50,15 +50,15 @@ def table(heading: str) -> list[tuple[list[str], str]]:
 
 
 def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypatch, capsys):
-    own = {name for name in SFTConfig.__annotations__ if name not in trl.SFTConfig.__annotations__}
-    assert {"overlong", "per_turn", "exchange_speeds"} <= own
+    own_names = {name for name in SFTConfig.__annotations__ if name not in trl.SFTConfig.__annotations__}
+    assert {"overlong", "per_turn", "exchange_speeds"} <= own_names
     page = " ".join(inspect.getdoc(SFTConfig).split())
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for field in fields(SFTConfig):
-        if field.name in own | {"packing_strategy"}:
+        if field.name in own_names | {"packing_strategy"}:
             text = field.metadata["help"]
             described = text.removeprefix("Experimental, several GPUs have not run it yet. ")  # a label of help only
             assert re.search(rf" {field.name} \([^)]*\): {re.escape(described)} (\w+ \(|Example:)", page), field.name

@@ -132,7 +132,8 @@ def test_sums_are_gathered_over_ranks_once():
     for factor in (1, 2):
         totals._add({name: torch.tensor(factor * value) for value, name in enumerate(OF_BATCHES, 1)})
         totals._add(dict.fromkeys(OF_OUTPUTS, torch.tensor(0.5 * factor)))
-    loss, mask = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[True, True, True, False]])
+    loss = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
+    mask = torch.tensor([[True, True, True, False]])
     totals.add_sources(loss, mask, torch.tensor([[0, 1, 1, 1]]))
     expected = {name: 3 * value * 4 / 2 for value, name in enumerate(OF_BATCHES, 1)}
     expected |= dict.fromkeys(OF_OUTPUTS, 1.5 * 4 / 2)
@@ -157,17 +158,18 @@ def test_the_first_rank_of_a_group_counts_what_all_know():
     of_part = {"computed": 20, "row_tokens": 30, "rows": 1}
     for first in (ALONE, Group(2, 0)):
         assert {name: count(batch_of_three(first)) for name, count in OF_BATCHES.items()} == of_pack | of_part
-    others = {name: count(batch_of_three(Group(2, 1))) for name, count in OF_BATCHES.items()}
-    assert others == dict.fromkeys(of_pack, 0) | of_part
+    counts_of_others = {name: count(batch_of_three(Group(2, 1))) for name, count in OF_BATCHES.items()}
+    assert counts_of_others == dict.fromkeys(of_pack, 0) | of_part
 
 
 def test_the_sources_of_a_stream_are_named_when_they_are_gathered():
-    totals, own = TrainingTotals(), StreamSources()
-    totals.set_sources((), own)
+    totals = TrainingTotals()
+    sources = StreamSources()
+    totals.set_sources((), sources)
     mask = torch.ones(1, 2, dtype=torch.bool)
     for names, loss in ((("late", "early"), [[1.0, 2.0]]), (("early", "other"), [[4.0, 8.0]])):
         totals._add(dict.fromkeys(OF_BATCHES, torch.tensor(1)))
-        totals.add_sources(torch.tensor(loss), mask, torch.tensor([[own[name] for name in names]]))
+        totals.add_sources(torch.tensor(loss), mask, torch.tensor([[sources[name] for name in names]]))
     metrics = totals.gather(ranks_that_count_the_same(1))
     assert [*totals.sources] == ["early", "late", "other"]
     assert (metrics["loss/early"], metrics["loss/late"], metrics["loss/other"]) == (6, 1, 8)
@@ -176,7 +178,8 @@ def test_the_sources_of_a_stream_are_named_when_they_are_gathered():
 
 
 def test_losses_by_source_are_those_of_trained_tokens():
-    loss, mask = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([True, False, True, True])
+    loss = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    mask = torch.tensor([True, False, True, True])
     sums = sums_by_source(loss, mask, torch.tensor([0, 0, 2, 2]), num_sources=4)
     assert sums.tolist() == [[1, 0, 12, 0], [1, 0, 2, 0]]
     metrics = source_metrics("abcd", sums.flatten().tolist())

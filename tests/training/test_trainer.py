@@ -52,7 +52,7 @@ def test_arguments_are_those_of_trl():
 
 
 @pytest.mark.parametrize(
-    "kind, name, said",
+    "kind, name, hint",
     [
         (
             SFTConfig,
@@ -66,8 +66,8 @@ def test_arguments_are_those_of_trl():
         (SFTTrainer, "lora_rank", r"got an unexpected keyword argument 'lora_rank'"),  # a flag, and no field
     ],
 )
-def test_an_argument_of_earlier_trl_is_refused_with_its_name_here(kind, name, said):
-    with pytest.raises(TypeError, match=f"{re.escape(said)}"):
+def test_an_argument_of_earlier_trl_is_refused_with_its_name_here(kind, name, hint):
+    with pytest.raises(TypeError, match=f"{re.escape(hint)}"):
         kind(**{name: 512})
 
 
@@ -132,9 +132,11 @@ def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
     with warnings.catch_warnings(record=True) as warnings_seen:
         warnings.simplefilter("always")
         trainer = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
-    said = any("a `TrainingArguments`, which has no `packing`" in str(each.message) for each in warnings_seen)
+    is_warned = any(
+        "a `TrainingArguments`, which has no `packing`" in str(warning.message) for warning in warnings_seen
+    )
     assert isinstance(trainer.args, SFTConfig)
-    assert said is (kind == "training_arguments")
+    assert is_warned is (kind == "training_arguments")
     assert trainer.args.seed == 5, "the caller's config was changed"
     assert vars(args) == before, "the caller's config was changed"
     assert trainer.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
@@ -156,8 +158,8 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
     settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
     settings |= {"max_length": 24 if truncated else 128, "learning_rate": 1e-2, "packing": False}
     results = []
-    for kind, of in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
-        trainer = build_trainer(tmp_path, texts(), trainer_class=kind, config_class=of, **settings)
+    for kind, config_class in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
+        trainer = build_trainer(tmp_path, texts(), trainer_class=kind, config_class=config_class, **settings)
         trainer.train()
         results.append(weights(trainer))
     if Version("1.16") <= TRL:
@@ -299,23 +301,23 @@ def test_lazy_names():
 @pytest.mark.slow
 def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(tmp_path):
     ours = build_trainer(tmp_path, texts(12), max_steps=2, trainer_kwargs={"eval_dataset": texts(5)})
-    own = ours.packed_model.attention.previous
+    own_attention = ours.packed_model.attention.previous
     ours.train()
     model = ours.model.train()
-    assert model.config._attn_implementation == own != ours.packed_model.attention.name
+    assert model.config._attn_implementation == own_attention != ours.packed_model.attention.name
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
     in_training = model(**batch).loss
     assert torch.equal(in_training, model.eval()(**batch).loss)
     model.train().generate(ids[:1], max_new_tokens=2)
-    said = r"A pack of \d+ documents came to LlamaForCausalLM outside of training and evaluation.*attending"
-    with pytest.raises(ValueError, match=said):
+    message = r"A pack of \d+ documents came to LlamaForCausalLM outside of training and evaluation.*attending"
+    with pytest.raises(ValueError, match=message):
         ours.compute_loss(model, next(iter(ours.get_train_dataloader())))
     with pytest.raises(ValueError, match="A pack of 1 document came to"):
         ours.packed_model.check_packed_attention({"cu_seq_lens_q": torch.tensor([0, 4])})
     loss = ours.evaluate()["eval_loss"]
     assert ours.args.packing
-    assert model.config._attn_implementation == own
+    assert model.config._attn_implementation == own_attention
     again = build_trainer(tmp_path, texts(12), packing=False, model=model)
     assert again.evaluate(texts(5))["eval_loss"] == pytest.approx(loss, rel=1e-5)
     ours.train()  # packs run again

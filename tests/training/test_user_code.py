@@ -66,8 +66,8 @@ def run_both(folder, name, data=None, **settings):
 
 def difference(packed, unpacked, model_type="llama"):
     """Return the difference of the weights, relative to what the unpacked run changes."""
-    start = start_weights(model_type)
-    return float((weights(packed) - weights(unpacked)).norm() / (weights(unpacked) - start).norm())
+    weights_before = start_weights(model_type)
+    return float((weights(packed) - weights(unpacked)).norm() / (weights(unpacked) - weights_before).norm())
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
     if strategy == "minibatch":
         unpacked = stock(tmp_path, documents(), **settings)
         unpacked.train()
-        ours, theirs = (tokens_of_steps(each) for each in (trainer, unpacked))
+        ours, theirs = (tokens_of_steps(any_trainer) for any_trainer in (trainer, unpacked))
         assert ours == theirs
 
 
@@ -143,8 +143,8 @@ def test_nothing_is_said_without_user_code_or_of_steps_of_one_micro_batch(tmp_pa
 def test_uneven_weights_are_those_of_a_mean_of_means():
     """Micro-batches of 10 and 30 trained tokens, then 20 and a dummy: 1/10 and 1/30 for 2/40 each."""
     schedule = Schedule(np.arange(3), np.array([0, 1, 2, 3, 3]), accumulation=2, world_size=1)
-    most, fewest, gap = uneven_weights(schedule, np.array([10, 30, 20]))
-    assert most == 30
+    most_trained, fewest, gap = uneven_weights(schedule, np.array([10, 30, 20]))
+    assert most_trained == 30
     assert fewest == 10
     assert gap == pytest.approx(1.0)
 

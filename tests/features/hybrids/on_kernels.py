@@ -155,5 +155,5 @@ if __name__ == "__main__":
         rounding=lambda *types: map(rounding, types),
         reads=lambda *types: map(reads, types),
         column=lambda folder, *types: [column(Path(folder), types)],
-        train=lambda folder, *types: (row for each in types for row in trainings(Path(folder), each)),
+        train=lambda folder, *types: (row for model_type in types for row in trainings(Path(folder), model_type)),
     )

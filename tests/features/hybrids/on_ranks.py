@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks.exchange import LENGTHS, largest_of_ranks, start
+from ranks.exchange import LENGTHS, largest_of_ranks, start_ranks
 from ranks.table import HYBRIDS
 from support.models import select_attention
 from sweep import zoo
@@ -27,14 +27,14 @@ PLANTED_IN_MIXERS = {name: ["no_states"] for name in HYBRIDS.values()} | {"lfm2"
 
 def mixers(folder: Path) -> dict:
     """Return the largest difference of parts from the whole pack, in fp64."""
-    start(2, 4)
+    start_ranks(2, 4)
     with in_double():
         return {kind: mixed_difference(kind, 4) for kind in MIXED}
 
 
 def faults_of_mixers(folder: Path) -> dict:
     """Return what the proof says of the faults that are planted in mixers."""
-    start(2)
+    start_ranks(2)
     verdicts = {}
     for model_type, planted in PLANTED_IN_MIXERS.items():
         model = zoo.build_model(model_type)
@@ -68,16 +68,19 @@ def mixed_difference(kind: str, degree: int) -> float:
     results = []
     for is_part in (False, True):
         inputs = rank_share.cut_part(dict(batch), group) if is_part else dict(batch)
-        own = rows if is_part else slice(None)
+        own_rows = rows if is_part else slice(None)
         model.zero_grad()
         logits = model(**{name: x for name, x in inputs.items() if "labels" not in name}).logits
-        (logits * weights[:, own]).sum().backward()
+        (logits * weights[:, own_rows]).sum().backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         for grad in grads if is_part else ():
             group.sum(grad)
         results.append([logits.detach(), *grads])
     guard.remove()
-    whole = [results[0][0][:, rows], *results[0][1:]]
-    scales = [results[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
-    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(results[1], whole, scales, strict=True)]
+    results_of_whole = [results[0][0][:, rows], *results[0][1:]]
+    scales = [
+        results[0][0].abs().max(),
+        *[max(x.abs().max() for x in results_of_whole[1:])] * len(results_of_whole[1:]),
+    ]
+    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(results[1], results_of_whole, scales, strict=True)]
     return largest_of_ranks(gaps)

@@ -72,9 +72,9 @@ def test_transformers_has_no_other_function_with_a_kernel():
     functions_of_kernels = {
         pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())
     }
-    others = {(kernel, function) for kernel, function in functions_of_kernels if kernel not in GENERATION}
-    assert len(others) >= 6, others
-    assert {function for _, function in others} <= set(MIXER_REPLACEMENTS), others
+    functions_that_train = {(kernel, function) for kernel, function in functions_of_kernels if kernel not in GENERATION}
+    assert len(functions_that_train) >= 6, functions_that_train
+    assert {function for _, function in functions_that_train} <= set(MIXER_REPLACEMENTS), functions_that_train
     assert set(MIXER_REPLACEMENTS) == set(MIXER_FUNCTIONS)
 
 
@@ -97,13 +97,13 @@ def test_names_are_replaced_while_a_pack_runs_only():
     assert functions(model) == before
     assert not this_thread.packed_forwards
     broken.remove()
-    other = zoo.build_model("qwen3_next", seed=1)  # two models of a type, one within the other
-    other.set_attn_implementation("packfix_varlen")
-    mark_packed_forwards(other)
-    model.model.layers[0].register_forward_hook(lambda *args: other(**pack(3, 3)) and None)
+    other_model = zoo.build_model("qwen3_next", seed=1)  # two models of a type, one within the other
+    other_model.set_attn_implementation("packfix_varlen")
+    mark_packed_forwards(other_model)
+    model.model.layers[0].register_forward_hook(lambda *args: other_model(**pack(3, 3)) and None)
     model(**pack(5, 4))
     assert functions(model) == before
-    assert functions(model) == functions(other)
+    assert functions(model) == functions(other_model)
     guard.remove()
 
 
@@ -113,7 +113,8 @@ def overlapping(first, second):
     Each gets a function to call in its middle. The first goes on when the second is there, the second when the first
     has returned.
     """
-    results, first_begun, second_begun, first_returned = {}, *(threading.Event() for _ in range(3))
+    results = {}
+    first_begun, second_begun, first_returned = (threading.Event() for _ in range(3))
 
     def run_first():
         def in_the_middle():
@@ -144,7 +145,7 @@ def test_two_threads_run_packs_at_once():
     for model in models:
         model.set_attn_implementation("packfix_varlen")
         mark_packed_forwards(model)
-    alone = [model(**batch).logits for model, batch in zip(models, packs, strict=True)]
+    logits_alone = [model(**batch).logits for model, batch in zip(models, packs, strict=True)]
     middle = threading.local()
     for model in models:
         model.model.layers[0].register_forward_pre_hook(lambda *args: middle.reached())
@@ -158,7 +159,7 @@ def test_two_threads_run_packs_at_once():
 
     together = overlapping(*(runner(model, batch) for model, batch in zip(models, packs, strict=True)))
     assert functions(models[0]) == before
-    for expected, result in zip(alone, together, strict=True):
+    for expected, result in zip(logits_alone, together, strict=True):
         assert torch.equal(expected, result)
 
 
@@ -168,7 +169,7 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
     trained.train().set_attn_implementation("packfix_varlen")
     mark_packed_forwards(trained)
     row = {"input_ids": torch.arange(20, 29)[None], "use_cache": False}
-    alone = evaluated.eval()(**row).logits
+    logits_alone = evaluated.eval()(**row).logits
     results = []
     thread = threading.Thread(target=lambda: results.append(evaluated(**row).logits))
 
@@ -178,7 +179,7 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
 
     trained.model.layers[0].register_forward_pre_hook(in_the_middle)
     trained(**pack(5, 4))
-    assert torch.equal(results[0], alone)
+    assert torch.equal(results[0], logits_alone)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -245,8 +246,10 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
     weight = torch.randn(6, width, dtype=torch.float64)
     inner = module.causal_conv1d_fn
     out = mixers.convolve_documents(inner, running(*lengths), states, weight, None, "silu")
-    parts = states.split([n for n in lengths if n], dim=2)
-    expected = torch.cat([inner(part, weight, None, "silu") for part in parts], dim=2)
+    states_of_documents = states.split([n for n in lengths if n], dim=2)
+    expected = torch.cat(
+        [inner(document_states, weight, None, "silu") for document_states in states_of_documents], dim=2
+    )
     assert torch.allclose(out, expected, atol=1e-14)
     cotangent = torch.randn_like(out)
     first, second = (torch.autograd.grad(x, states, cotangent, retain_graph=True)[0] for x in (out, expected))
@@ -268,8 +271,8 @@ def test_boundaries_of_kernels_need_no_host():
         pack = running(5, 1, 2, 9)
         assert mixers._boundary_tensor(pack, "seq_idx", 17).shape == (1, 17)
         assert mixers._boundary_tensor(pack, "cu_seqlens", 17) is pack.cu_seq_lens_q
-        source, own = mixers._rows_with_context(pack, 4, 17)
-        assert own.shape == (17,)
+        source, own_rows = mixers._rows_with_context(pack, 4, 17)
+        assert own_rows.shape == (17,)
         assert source.shape == (17 + 4 * 3,)
 
 
@@ -282,12 +285,12 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     def wrong(running):
         levels, place = right(running)
         first = levels[1]  # all its pieces get the state that most of them need, or none
-        most = first.parents.mode().values.expand_as(first.parents)
-        return [levels[0], first._replace(parents=most if fault == "parents" else None), *levels[2:]], place
+        most_common = first.parents.mode().values.expand_as(first.parents)
+        return [levels[0], first._replace(parents=most_common if fault == "parents" else None), *levels[2:]], place
 
     def without_prefix(running, *args):
-        alone = replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={})
-        return right_stretches(alone, *args)
+        pack_alone = replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={})
+        return right_stretches(pack_alone, *args)
 
     model = zoo.build_model("qwen3_5_text")
     packed = packed_model(model)
@@ -323,7 +326,7 @@ def test_deep_branches_need_few_calls(num_turns):
     documents = turns_of(num_turns, torch.Generator().manual_seed(0))
     batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
     layout = layout_of(batch)
-    own = [layout.predicting_rows(i) for i in range(num_turns)]
+    own_rows = [layout.predicting_rows(i) for i in range(num_turns)]
     table = torch.randn(128, 14, dtype=torch.float64)  # by token, so that rows of shared tokens have the same values
     calls = []
 
@@ -339,19 +342,19 @@ def test_deep_branches_need_few_calls(num_turns):
 
     inner = sys.modules[type(zoo.build_model("qwen3_next").model.layers[0]).__module__].torch_chunk_gated_delta_rule
     leaf = table.clone().requires_grad_()
-    weights = torch.randn(sum(map(len, own)), 1, 4, dtype=torch.float64)
+    weights = torch.randn(sum(map(len, own_rows)), 1, 4, dtype=torch.float64)
     with in_double():
-        alone = torch.cat([run_mixer(running(len(ids)), ids)[:-1] for ids in documents])
-        expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]
+        outputs_alone = torch.cat([run_mixer(running(len(ids)), ids)[:-1] for ids in documents])
+        expected = torch.autograd.grad((outputs_alone * weights).sum(), leaf)[0]
         calls.clear()
         pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention_fields())
-        out = run_mixer(pack, batch["input_ids"][0])[torch.cat(own)]
+        out = run_mixer(pack, batch["input_ids"][0])[torch.cat(own_rows)]
         gradient = torch.autograd.grad((out * weights).sum(), leaf)[0]
     levels = prefixes.levels_of(pack)[0]
     assert len(levels) == num_turns or num_turns > prefixes.MAX_LEVELS
     assert 1 < len(levels) <= prefixes.MAX_LEVELS
     assert len(calls) <= 2 * len(levels)
-    assert (out - alone).abs().max() < 1e-13
+    assert (out - outputs_alone).abs().max() < 1e-13
     assert (gradient - expected).abs().max() < 1e-12 < expected.abs().max()
     scanned = sum(rows.numel() for level in levels for rows in level.batches)
     assert scanned < sum(map(len, documents)), "packed whole, the scan has more rows"
@@ -359,7 +362,7 @@ def test_deep_branches_need_few_calls(num_turns):
         if level.parents is not None:
             level.parents.zero_()  # all go on from the beginning
     with in_double():
-        assert (run_mixer(pack, batch["input_ids"][0])[torch.cat(own)] - alone).abs().max() > 1e-3
+        assert (run_mixer(pack, batch["input_ids"][0])[torch.cat(own_rows)] - outputs_alone).abs().max() > 1e-3
 
 
 def test_a_triton_kernel_without_a_gpu_is_named():

@@ -44,8 +44,8 @@ def dataset(kind: str) -> Dataset:
     """Return rows as the trainer takes them."""
     rows = pairs()
     if kind == "kto":
-        both = ("chosen", "rejected")
-        rows = [{"prompt": r["prompt"], "completion": r[k], "label": k == "chosen"} for r in rows for k in both]
+        columns = ("chosen", "rejected")
+        rows = [{"prompt": r["prompt"], "completion": r[k], "label": k == "chosen"} for r in rows for k in columns]
     elif kind in ("grpo", "rloo"):
         rows = [{"prompt": row["prompt"]} for row in rows]
     elif kind == "sft":

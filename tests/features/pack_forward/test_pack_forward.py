@@ -90,7 +90,8 @@ def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
     options = {"config": {"router_aux_loss_coef": 0.5, "output_router_logits": True}}
     plain, trainer, _ = compare("dpo", "mixtral", **options)
     losses = [
-        [entry["aux_loss"] for entry in each.state.log_history if "aux_loss" in entry] for each in (plain, trainer)
+        [entry["aux_loss"] for entry in any_trainer.state.log_history if "aux_loss" in entry]
+        for any_trainer in (plain, trainer)
     ]
     assert len(losses[0]) == 5
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -109,11 +110,11 @@ def padded_batches(draw):
         rows.append((draw(st.integers(0, 3)), begin + draw(st.lists(st.integers(1, 9), max_size=4))))
     if draw(st.booleans()):
         rows.append(rows[0])
-    width = max(left + len(tokens) for left, tokens in rows) + draw(st.integers(0, 2))
+    width = max(padding + len(tokens) for padding, tokens in rows) + draw(st.integers(0, 2))
     ids, mask = (np.zeros((len(rows), max(width, 1)), dtype=np.int64) for _ in range(2))
-    for i, (left, tokens) in enumerate(rows):
-        ids[i, left : left + len(tokens)] = tokens
-        mask[i, left : left + len(tokens)] = 1
+    for i, (num_padding, tokens) in enumerate(rows):
+        ids[i, num_padding : num_padding + len(tokens)] = tokens
+        mask[i, num_padding : num_padding + len(tokens)] = 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
@@ -141,8 +142,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
     for rows in batch.rows.split(lengths):
         for place, row in enumerate(rows.tolist()):
             own_run = int(np.searchsorted(bounds_q, row, side="right")) - 1
-            own = keys[bounds_k[own_run] : bounds_k[own_run + 1]].tolist()
-            assert own[: own.index(row) + 1] == rows[: place + 1].tolist()
+            own_keys = keys[bounds_k[own_run] : bounds_k[own_run + 1]].tolist()
+            assert own_keys[: own_keys.index(row) + 1] == rows[: place + 1].tolist()
 
 
 def test_padding_between_tokens_is_no_document():
@@ -165,7 +166,9 @@ def rows_that_share(num_shared=20):
     ids = torch.randint(4, 260, (4, 32), generator=generator)
     ids[1, 2 : 2 + num_shared] = ids[0, 1 : 1 + num_shared]
     mask = torch.zeros_like(ids)
-    mask[0, 1:30], mask[1, 2:26], mask[2, 5] = 1, 1, 1
+    mask[0, 1:30] = 1
+    mask[1, 2:26] = 1
+    mask[2, 5] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -372,7 +375,7 @@ def test_the_first_batch_of_each_kind_is_compared(kind, model_type, reason):
         for mask in map(torch.tensor, MASKS[kind]):
             ids = torch.randint(4, 250, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
             batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-            expected, logits = (each(**batch).logits[mask.bool()] for each in (plain, model))
+            expected, logits = (any_model(**batch).logits[mask.bool()] for any_model in (plain, model))
             assert (expected - logits).abs().max() < 1e-5 * expected.abs().max()
     assert (rows.refusal is None) is (reason is None)
     assert reason is None or re.search(reason, rows.refusal)
@@ -381,8 +384,8 @@ def test_the_first_batch_of_each_kind_is_compared(kind, model_type, reason):
 
 def test_eval_mode_is_compared_by_itself():
     plain, model = (build_tiny_model("llama") for _ in range(2))
-    for each in (plain, model):
-        each.model.norm.register_forward_hook(
+    for any_model in (plain, model):
+        any_model.model.norm.register_forward_hook(
             lambda norm, args, states: states if norm.training or states.shape[1] <= 24 else states + states.roll(1, 1)
         )  # longer than any row: the proof of the model runs documents alone in eval mode, and packs in train mode
     mask = torch.tensor(MASKS["right"][0])
@@ -561,9 +564,9 @@ def test_it_is_said_if_no_row_is_packed():
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "attention_mask"}
     pack_forward(trainer)
-    with pytest.warns(UserWarning, match="packed no rows in the first 1 steps of Trainer") as said:
+    with pytest.warns(UserWarning, match="packed no rows in the first 1 steps of Trainer") as warnings_caught:
         trainer.train()
-    assert len([warning for warning in said if "packed no rows" in str(warning.message)]) == 1
+    assert len([warning for warning in warnings_caught if "packed no rows" in str(warning.message)]) == 1
 
 
 def test_the_log_counts_tokens_and_trackers_get_it():

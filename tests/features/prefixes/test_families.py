@@ -48,9 +48,9 @@ COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16,
 
 
 def sorted_by_tokens(documents, block=1):
-    def read(chosen, first, width):
-        keys = np.full((len(chosen), width), arrays.END_TOKEN_KEY, dtype=">u4")
-        for row, i in enumerate(chosen.tolist()):
+    def read(documents_read, first, width):
+        keys = np.full((len(documents_read), width), arrays.END_TOKEN_KEY, dtype=">u4")
+        for row, i in enumerate(documents_read.tolist()):
             tokens = documents[i][first : first + width]
             keys[row, : len(tokens)] = tokens
         return keys
@@ -66,7 +66,7 @@ def naive_order(documents):
     """Return the order of documents, and the common tokens of neighbours, as `sorted` has them."""
     order = sorted(range(len(documents)), key=lambda i: sort_key(documents[i]))
     pairs = (zip(documents[a], documents[b], strict=False) for a, b in pairwise(order))
-    return order, [0, *(sum(takewhile(bool, (one == other for one, other in pair))) for pair in pairs)]
+    return order, [0, *(sum(takewhile(bool, (one == other_token for one, other_token in pair))) for pair in pairs)]
 
 
 @st.composite
@@ -79,8 +79,8 @@ def token_lists(draw):
     starts = [rng.integers(0, letters, rng.integers(0, 60)) for _ in range(beginnings + 1)]
     documents = []
     for _ in range(draw(st.integers(1, 30))):
-        own = rng.integers(0, letters, rng.integers(1, 40))
-        documents.append(np.concatenate([starts[rng.integers(len(starts))], own]))
+        own_tokens = rng.integers(0, letters, rng.integers(1, 40))
+        documents.append(np.concatenate([starts[rng.integers(len(starts))], own_tokens]))
         if rng.random() < 0.3:
             documents.append(documents[-1][: rng.integers(1, len(documents[-1]) + 1)])
     return documents
@@ -103,8 +103,8 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     order = []
     common = []
     for members in (np.flatnonzero(groups == group) for group in range(3)):
-        own, shared = naive_order([documents[i] for i in members])
-        order += members[own].tolist()
+        own_order, shared = naive_order([documents[i] for i in members])
+        order += members[own_order].tolist()
         common += shared if len(members) else []
     sorted_found = sorted_found.within(groups)
     assert sorted_found.order.tolist() == order
@@ -116,9 +116,11 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
     documents = [np.append(same, 1), np.append(same, 2), *(np.full(1000, 5 + i) for i in range(50))]
     read = []
 
-    def counted(chosen, first, width):
-        read.append(len(chosen) * width)
-        return np.stack([np.pad(documents[i], (0, 2000), constant_values=9)[first : first + width] for i in chosen])
+    def counted(documents_read, first, width):
+        read.append(len(documents_read) * width)
+        return np.stack(
+            [np.pad(documents[i], (0, 2000), constant_values=9)[first : first + width] for i in documents_read]
+        )
 
     sort_by_tokens(np.array([len(document) for document in documents]), counted, num_key_tokens=1)
     assert 2 * 1001 <= sum(read) <= 2 * (1001 + 16) + 50 * 16
@@ -139,14 +141,14 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
         assert len(set(pieces.family[members].tolist())) == 1
         order, shared = share_order([documents[j] for j in members])
         assert order == [*range(len(members))], "not sorted by tokens"
-        own = [(int(lengths[members[j]]), s) for j, s in zip(order, shared, strict=True)]
-        assert pieces.rows[i] == sum(n - s for n, s in own) <= capacity
+        own_lengths = [(int(lengths[members[j]]), s) for j, s in zip(order, shared, strict=True)]
+        assert pieces.rows[i] == sum(n - s for n, s in own_lengths) <= capacity
         for degree in (1, 4):  # position p costs what the first p + 1 tokens cost beyond the first p
             steps = np.diff(model.shared_by(degree)(np.arange(lengths.max() + 1)))
-            assert pieces.costs(degree)[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
-        assert len(members) == 1 or sum(n for n, s in own if n - s > 1) <= KEYS_PER_CAPACITY * capacity
+            assert pieces.costs(degree)[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own_lengths), rel=1e-12)
+        assert len(members) == 1 or sum(n for n, s in own_lengths if n - s > 1) <= KEYS_PER_CAPACITY * capacity
         assert len(members) == 1 or lengths[members].sum() - len(members) <= TARGETS_PER_CAPACITY * capacity
-        for (before, _), (n, s) in pairwise(own):
+        for (before, _), (n, s) in pairwise(own_lengths):
             assert 2 * s >= max(before, n)
 
 
@@ -168,10 +170,10 @@ def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch)
     assert len(make_pieces(sorted_found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
     pieces = make_pieces(sorted_found, lengths, lengths - 1, cost_model=COSTS, room=300)
     targets = [int(lengths[members].sum()) - len(members) for members in np.split(pieces.order, pieces.offsets[1:-1])]
-    most = TARGETS_PER_CAPACITY * 300
-    assert most / 2 < min(sorted(targets)[1:])
-    assert max(targets) <= most
-    assert sum(targets) > 3 * most
+    bound = TARGETS_PER_CAPACITY * 300
+    assert bound / 2 < min(sorted(targets)[1:])
+    assert max(targets) <= bound
+    assert sum(targets) > 3 * bound
     assert pieces.num_families == 1
     assert pieces.distance.tolist() == [0] * len(pieces)
 
@@ -194,11 +196,11 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
         assert order.tolist() == start_order.tolist()
     # pieces with the same documents have the same original, behind which they are spread over the epoch
     for piece in range(len(pieces)):
-        same = [other for other in range(len(pieces)) if tokens[other][0] == tokens[piece][0]]
+        same = [copy_of_piece for copy_of_piece in range(len(pieces)) if tokens[copy_of_piece][0] == tokens[piece][0]]
         originals = pieces.original[same]
-        assert len({pieces.distance[other] for other in same if pieces.original[other] == originals[0]}) == int(
-            (originals == originals[0]).sum()
-        )
+        assert len(
+            {pieces.distance[copy_of_piece] for copy_of_piece in same if pieces.original[copy_of_piece] == originals[0]}
+        ) == int((originals == originals[0]).sum())
 
 
 def test_copies_of_a_row_are_not_one_update():
@@ -249,8 +251,8 @@ def chats(num=60, seed=0, beginning=20, longest=250):
     for _ in range(num):
         chat = np.concatenate([prompt, rng.integers(0, 100, 300)])
         for turn in range(rng.integers(1, 8)):
-            own = rng.integers(0, 100, rng.integers(1, 20))
-            rows.append(np.concatenate([chat[: 40 + 30 * turn], own])[:longest])
+            own_tokens = rng.integers(0, 100, rng.integers(1, 20))
+            rows.append(np.concatenate([chat[: 40 + 30 * turn], own_tokens])[:longest])
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
@@ -275,22 +277,25 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
     seconds = {}
     rows = {}
     for share_prefixes in ("off", "family"):
-        parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS}
-        plan = make_epochs(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
+        settings = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS}
+        plan = make_epochs(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **settings)
         schedule, units = of_units(plan)
         modelled, exchange = modelled_time(schedule, units, plan.packing.parallel)
         savings = make_report(plan, reader).shared
         assert savings.exchange_share == pytest.approx(exchange.sum() / modelled.sum())
         assert savings.largest_part <= 64
-        seconds[share_prefixes], rows[share_prefixes] = modelled.sum(), units.rows.sum()
+        seconds[share_prefixes] = modelled.sum()
+        rows[share_prefixes] = units.rows.sum()
     assert rows["family"] < 0.7 * rows["off"]
     assert seconds["family"] < 0.7 * seconds["off"]
 
 
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 def test_the_plan_of_pack_is_that_of_off_to_the_byte(strategy):
-    plans = [make_epochs(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes=each) for each in ("off", "pack", "family")]
-    off, pack, family = ((each.order.tobytes(), each.offsets.tobytes()) for each in (p.schedule(1) for p in plans))
+    plans = [
+        make_epochs(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes=setting) for setting in ("off", "pack", "family")
+    ]
+    off, pack, family = ((plan.order.tobytes(), plan.offsets.tobytes()) for plan in (p.schedule(1) for p in plans))
     assert off == pack != family
     assert step_hash(plans[0], 1) == step_hash(plans[1], 1)
 
@@ -328,10 +333,10 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     assert apart.labels_are_tokens(*spans).tolist() == [False, True, True, True]
     # spans within rows, in another order
     table = Dataset.from_dict({"input_ids": [row.tolist() for row in tokens], "labels": labels})
-    both = TokenReader(Dataset(table.data.table.slice(0, 2)).flatten_indices().select([1, 0]))
+    rows_reversed = TokenReader(Dataset(table.data.table.slice(0, 2)).flatten_indices().select([1, 0]))
     rows = np.array([1, 1, 0])
     starts = np.array([0, 8, 0])
-    assert both.labels_are_tokens(rows, starts, np.array([50, 50, 50])).tolist() == [False, True, True]
+    assert rows_reversed.labels_are_tokens(rows, starts, np.array([50, 50, 50])).tolist() == [False, True, True]
 
 
 def test_blocks_of_tokens_are_those_of_the_rows():
@@ -412,8 +417,8 @@ def test_a_step_with_few_families_is_told_what_to_raise():
     text = line(report("family", *one_chat, batch_size=4)[0])
     assert "has about 1.0 of them, and unpacked 16 documents: for as many independent ones, raise" in text
     assert "per_device_train_batch_size 16.0 times" in text
-    parts = {"batch_size": 1, "world_size": 4, "tokens_per_rank": 128}  # which need micro-batches of one document
-    text = line(report("family", *one_chat, **parts)[0])
+    settings = {"batch_size": 1, "world_size": 4, "tokens_per_rank": 128}  # which need micro-batches of one document
+    text = line(report("family", *one_chat, **settings)[0])
     assert "raise gradient_accumulation_steps 8.0 times" in text
 
 
@@ -436,7 +441,7 @@ def test_the_report_says_what_another_setting_would_save(name):
 def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkeypatch):
     nothing = [np.random.default_rng(i).integers(0, 10_000, 60) for i in range(40)]
     assert line(report("off", *sorted_documents(nothing))[0]) is None
-    whole = report("off")[0].prefixes.in_families
+    rows_computed = report("off")[0].prefixes.in_families
     for name, number in (("NUM_PACKS", 4), ("NUM_STRETCHES", 2), ("STRETCH_LENGTH", 50)):
         monkeypatch.setattr(savings, name, number)
     together = sorted_documents(sorted(TOKENS, key=sort_key))
@@ -444,7 +449,7 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
     assert "(estimated from 4 packs)" in line(packing_report)
     assert "(100 documents in " in line(packing_report)
     assert "neighbours in the table, as an estimate)" in line(packing_report)
-    assert packing_report.prefixes.in_families == pytest.approx(whole, abs=0.1)
+    assert packing_report.prefixes.in_families == pytest.approx(rows_computed, abs=0.1)
 
 
 def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(caplog):
@@ -473,8 +478,8 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
         assert line(trainer.packing_report) is None
         assert not shares
     else:
-        said = "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-        assert line(trainer.packing_report) == said
+        text = "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
+        assert line(trainer.packing_report) == text
         assert max(shares) < 0.85
     with pytest.raises(TypeError):  # the guard: an estimate reads them
         savings.estimated_savings(trainer.data.source.planner, trainer.data.source.reader)
@@ -516,20 +521,22 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
     num_without_rows = 0
     assert any(pack.get("cu_seq_lens_k", pack["cu_seq_lens"]) != pack["cu_seq_lens"] for pack in packs)
     for pack in packs:
-        spans = [(each["row"], each["start"], each["stop"]) for each in pack["documents"]]
+        spans = [(document["row"], document["start"], document["stop"]) for document in pack["documents"]]
         batch = PrefixCollator()([reader.read(*span) for span in spans])
         if LAYOUT_KEY not in batch:
             continue
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
         layout = batch[LAYOUT_KEY]
-        shared = [each["shared_tokens"] for each in pack["documents"]]
-        own = layout.lengths - torch.tensor(shared)
+        shared = [document["shared_tokens"] for document in pack["documents"]]
+        own_rows = layout.lengths - torch.tensor(shared)
         rows = layout.lengths - layout.shared
-        assert ((own == rows) | (own == 1)).all()  # a last row of its own is not computed
+        assert ((own_rows == rows) | (own_rows == 1)).all()  # a last row of its own is not computed
         assert max(shared) >= 16
         num_without_rows += int((rows == 0).sum())
-        tokens = [sum((part["input_ids"] for part in each["parts"]), []) for each in pack["documents"]]
+        tokens = [
+            sum((token_run["input_ids"] for token_run in document["parts"]), []) for document in pack["documents"]
+        ]
         for before, after, count in zip(tokens, tokens[1:], shared[1:], strict=False):
             assert before[:count] == after[:count]
         assert ("ranks" in pack) == ("tokens-per-rank" in ranks)
@@ -541,15 +548,17 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
         assert pack["cu_seq_lens"][-1] == batch["input_ids"].shape[1] < layout.lengths.sum()
     assert num_without_rows, "every document has a row, so runs and documents have the same numbers"
     assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
-    number, count = next((i, n) for i, n in enumerate(each["shared_tokens"] for each in packs[0]["documents"]) if n)
+    number, count = next(
+        (i, n) for i, n in enumerate(document["shared_tokens"] for document in packs[0]["documents"]) if n
+    )
     text = f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] "
     assert text in capsys.readouterr().out
 
 
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
     packing_report, _ = report("family")
-    for each in packing_report.sample.packs:
-        assert each.cu_seq_lens[-1] == sum(document.num_rows for document in each.documents)
+    for pack_shown in packing_report.sample.packs:
+        assert pack_shown.cu_seq_lens[-1] == sum(document.num_rows for document in pack_shown.documents)
     pack = packing_report.sample.packs[0]
     assert pack.cu_seq_lens[-1] < 0.8 * sum(document.num_tokens for document in pack.documents)
     for document, path in zip(pack.documents, ranges_of_seen_rows(pack), strict=True):

@@ -82,9 +82,11 @@ def test_units_are_families_where_they_are_shared(monkeypatch):
 def test_documents_that_are_taken_keep_their_order_by_tokens():
     reader = TokenReader(forest(60))
     documents = cached_documents(reader, 96, feature=PrefixSharing("family"))
-    taken = documents.select(np.random.default_rng(1).random(len(documents)) < 0.5)
-    tokens = [reader.read(*span)["input_ids"] for span in zip(taken.row, taken.start, taken.stop, strict=True)]
-    assert sorted(taken.token_order.order) == list(range(len(tokens)))
-    for (before, own), common in zip(pairwise(taken.token_order.order), taken.token_order.common[1:], strict=True):
-        same = [a == b for a, b in zip(tokens[before], tokens[own], strict=False)]
+    subset = documents.select(np.random.default_rng(1).random(len(documents)) < 0.5)
+    tokens = [reader.read(*span)["input_ids"] for span in zip(subset.row, subset.start, subset.stop, strict=True)]
+    assert sorted(subset.token_order.order) == list(range(len(tokens)))
+    for (before, document), common in zip(
+        pairwise(subset.token_order.order), subset.token_order.common[1:], strict=True
+    ):
+        same = [a == b for a, b in zip(tokens[before], tokens[document], strict=False)]
         assert common == [*same, False].index(False)

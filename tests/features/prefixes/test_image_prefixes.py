@@ -223,7 +223,8 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
 
 def without_now(row):
     """Return the row with the question right behind the image."""
-    (user, answer), now = row["messages"], " now "
+    user, answer = row["messages"]
+    now = " now "
     parts = [part | {"text": part["text"] and part["text"].removeprefix(now)} for part in user["content"]]
     return {"messages": [user | {"content": parts}, answer]}
 

@@ -138,10 +138,10 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
         with StrictVarlen():
             return max(differences(attend, shared, dtype=torch.bfloat16)[2:])
 
-    def in_bfloat16(total, places, part):
-        for i in range(part.shape[2]):
+    def in_bfloat16(total, places, values):
+        for i in range(values.shape[2]):
             place = i if isinstance(places, slice) else int(places[i])
-            total[:, :, place] = (total[:, :, place] + part[:, :, i]).to(torch.bfloat16)
+            total[:, :, place] = (total[:, :, place] + values[:, :, i]).to(torch.bfloat16)
 
     right = error(attend_pack_on_cuda)
     assert 0 < error(attend_shared_on_cpu) < 2 * right < 0.02
@@ -190,7 +190,7 @@ def forest():
         [t if rng.random() < share else IGNORE_INDEX for t in x]
         for x, share in zip(documents, [0.5, 1] * 7, strict=False)
     ]
-    return [{"input_ids": tokens, "labels": own} for tokens, own in zip(documents, labels, strict=True)]
+    return [{"input_ids": tokens, "labels": row_labels} for tokens, row_labels in zip(documents, labels, strict=True)]
 
 
 def shared_loss(model, batch):
@@ -217,31 +217,31 @@ def prepared(tiny_model, model_type, **settings):
     """Return a model on our attention, and the same on stock attention for single documents."""
     settings = {**MODELS[model_type], **settings}
     model = tiny_model(model_type, **settings)
-    alone = tiny_model(model_type, attn_implementation="eager", **settings)
-    for each in (model, alone):
-        each.train()
-        each.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    model_alone = tiny_model(model_type, attn_implementation="eager", **settings)
+    for any_model in (model, model_alone):
+        any_model.train()
+        any_model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     select_attention(model)
     mark_packed_forwards(model)
-    return model, alone
+    return model, model_alone
 
 
-def assert_equal_alone(model, alone):
+def assert_equal_alone(model, model_alone):
     documents = forest()
     batch = PrefixCollator(min_shared=1)(documents)
     loss, logits = shared_loss(model, batch)
-    expected, expected_logits = loss_alone(alone, documents)
+    expected, expected_logits = loss_alone(model_alone, documents)
     # the rows of each document, but for its last
     every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[LAYOUT_KEY]
     assert len(every.target_rows) > 2 * len(logits)
-    for i, own in enumerate(expected_logits):
+    for i, own_logits in enumerate(expected_logits):
         rows = every.target_rows[every.target_documents == i] - 1
-        assert len(rows) == len(own) - 1
-        torch.testing.assert_close(logits[rows], own[:-1], rtol=0, atol=1e-12)
+        assert len(rows) == len(own_logits) - 1
+        torch.testing.assert_close(logits[rows], own_logits[:-1], rtol=0, atol=1e-12)
     loss.backward()
     expected.backward()
     assert abs(loss - expected) < 1e-12 * expected
-    assert largest_gradient_error(model, alone) < 1e-13
+    assert largest_gradient_error(model, model_alone) < 1e-13
     assert not this_thread.packed_forwards
 
 
@@ -252,9 +252,9 @@ def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_t
     if most_bytes is not None:
         monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
         monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
-    model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
+    model, model_alone = prepared(tiny_model, model_type, dtype=torch.float64)
     with StrictVarlen() as calls:
-        assert_equal_alone(model, alone)
+        assert_equal_alone(model, model_alone)
     launches = len(calls.forwards)
     assert launches > 2 if most_bytes == 1 else launches == (0 if most_bytes is None else 2)
 

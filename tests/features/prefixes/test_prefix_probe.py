@@ -40,8 +40,8 @@ def foreign_key(batch):
 def lost_prefix(batch):
     """Let runs attend to themselves only."""
     rows = torch.arange(batch["input_ids"].shape[1])
-    own = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
-    return batch | own | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=rows)}
+    own_boundaries = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
+    return batch | own_boundaries | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=rows)}
 
 
 def positions_restart(batch):
@@ -146,18 +146,18 @@ def rows_trained(folder, **settings):
 
 def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
     logging.set_verbosity_warning()
-    _, whole = rows_trained(tmp_path / "off")
+    _, rows_unshared = rows_trained(tmp_path / "off")
     trainer, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
     assert trainer.data.shares_rows
     assert trainer.packed_model.feature_is_proved
-    assert all(a < b for a, b in zip(shared, whole, strict=True))
+    assert all(a < b for a, b in zip(shared, rows_unshared, strict=True))
     bloom = zoo.build_model("bloom")
     bloom.resize_token_embeddings(300)
     with caplog.at_level("WARNING"):
         logging.get_logger("trl_packfix").propagate = True
         trainer, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
     assert not trainer.data.shares_rows
-    assert unshared == whole
+    assert unshared == rows_unshared
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text
     assert "repaired" in caplog.text
     assert dict(trainer.packing_report.lines())["common prefixes"].startswith("not shared: these modules are repaired")
@@ -182,8 +182,8 @@ def test_evaluation_before_training_proves_first(tmp_path):
     trainer = build_trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
     shared = trainer.evaluate()["eval_loss"]
     assert trainer.packed_model.feature_is_proved
-    whole = build_trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
-    assert shared == pytest.approx(whole, rel=1e-6)
+    unshared = build_trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
+    assert shared == pytest.approx(unshared, rel=1e-6)
     assert shared > 1
 
 

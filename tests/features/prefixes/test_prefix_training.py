@@ -121,11 +121,11 @@ def evaluated(folder, **settings):
 
 
 def test_evaluation_brings_families_together(tmp_path):
-    _, whole, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
+    _, unshared, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
     trainer, shared, rows, num_shared = evaluated(tmp_path, share_prefixes="family")
-    names = [name for name in whole if name.startswith("eval_") and not name.endswith(("time", "second"))]
+    names = [name for name in unshared if name.startswith("eval_") and not name.endswith(("time", "second"))]
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a", "eval_trained_tokens/c"} <= {*names}
-    assert {name: shared[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
+    assert {name: shared[name] for name in names} == pytest.approx({name: unshared[name] for name in names}, rel=1e-6)
     # Packed as it comes, the set shares less
     data = trainer.eval_dataset.to_list()
     lengths = [len(ids) for ids in trainer.eval_dataset["input_ids"]]
@@ -138,17 +138,17 @@ def test_evaluation_brings_families_together(tmp_path):
     batches = list(trainer.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
     num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT_KEY not in batch)
-    assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
+    assert sum(len(prefixes.lengths) for prefixes in shared_prefixes(batches)) + num_whole == 90
     # The same packs with sequence parallelism, here on one rank
-    parts = {"tokens_per_rank": 4 * 96, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1}
-    parts["share_prefixes"] = "family"
-    _, on_parts, rows_on_parts, _ = evaluated(tmp_path, **parts)
+    settings = {"tokens_per_rank": 4 * 96, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1}
+    settings["share_prefixes"] = "family"
+    _, on_parts, rows_on_parts, _ = evaluated(tmp_path, **settings)
     assert rows_on_parts < 0.9 * sum(unsorted)
-    assert {name: on_parts[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
+    assert {name: on_parts[name] for name in names} == pytest.approx({name: unshared[name] for name in names}, rel=1e-6)
     # The control: each row once
     with faults.ONE["each_row_once"]():
         _, wrong, *_ = evaluated(tmp_path, share_prefixes="family")
-    assert wrong["eval_loss"] != pytest.approx(whole["eval_loss"], rel=1e-5)
+    assert wrong["eval_loss"] != pytest.approx(unshared["eval_loss"], rel=1e-5)
 
 
 def test_losses_of_the_user_are_evaluated_whole(tmp_path):

@@ -25,8 +25,8 @@ def test_two_packs_that_share_other_rows_have_other_checksums():
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=2)(documents)
     keys = batch[LAYOUT_KEY].kv_index.clone()
     keys[-1] -= 1
-    other = batch | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=keys)}
-    assert cut_part(batch, Group(2))[LAYOUT_KEY].checksum != cut_part(other, Group(2))[LAYOUT_KEY].checksum
+    other_batch = batch | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=keys)}
+    assert cut_part(batch, Group(2))[LAYOUT_KEY].checksum != cut_part(other_batch, Group(2))[LAYOUT_KEY].checksum
 
 
 def test_the_router_statistic_counts_a_row_once_for_each_document():

@@ -39,18 +39,18 @@ _library.define(
 )
 
 
-def _check(q, *others):
+def _check(q, *other_tensors):
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
-    if any(x.dtype != q.dtype for x in others):
+    if any(x.dtype != q.dtype for x in other_tensors):
         raise RuntimeError("query, key and value must have the same dtype")
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256, a multiple of 8")
 
 
-def _fwd(q, k, v, *rest):
-    (k_new, v_new, q_v, out, cu_q, cu_k, k_bounds, used_q, used_k, max_q, max_k, *nothing) = rest[:20]
-    scale, causal, left, right, chunk, softcap = rest[20:26]
+def _fwd(q, k, v, *more):
+    (k_new, v_new, q_v, out, cu_q, cu_k, k_bounds, used_q, used_k, max_q, max_k, *nothing) = more[:20]
+    scale, causal, window_left, right, chunk, softcap = more[20:26]
     assert (k_new, v_new, q_v, out, k_bounds, used_q, used_k, *nothing) == (None,) * 16
     assert chunk == 0
     assert softcap == 0
@@ -59,17 +59,17 @@ def _fwd(q, k, v, *rest):
         raise RuntimeError("FlashAttention-3 only supports Hopper GPUs in this build.")
     _check(q, k, v)
     out, lse, *_ = _numbers._forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale, window_size_left=left,
+        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale, window_size_left=window_left,
         window_size_right=right,
     )  # fmt: skip
     out = out.roll(1, 0) if Strict.fault == "wrong" else out
     return out, lse, q.new_empty(0), q.new_empty(0)
 
 
-def _bwd(g, q, k, v, out, lse, dq, dk, dv, *rest):
-    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, *options = rest
+def _bwd(g, q, k, v, out, lse, dq, dk, dv, *more):
+    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, *options = more
     # torch leaves out trailing arguments that are the defaults of the schema
-    causal, left, right, softcap, deterministic, _ = [*options, *(False, -1, -1, 0.0, False, 0)[len(options) :]]
+    causal, window_left, right, softcap, deterministic, _ = [*options, *(False, -1, -1, 0.0, False, 0)[len(options) :]]
     assert used_q is None
     assert used_k is None
     assert softcap == 0
@@ -81,8 +81,8 @@ def _bwd(g, q, k, v, out, lse, dq, dk, dv, *rest):
     _check(q, k, v, g, out)
     seed = torch.zeros(2, dtype=torch.uint64)
     grads = _numbers._backward(
-        g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, None, scale=scale, window_size_left=left,
-        window_size_right=right,
+        g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, None, scale=scale,
+        window_size_left=window_left, window_size_right=right,
     )  # fmt: skip
     for ours, grad in zip((dq, dk, dv), grads, strict=True):
         ours.copy_(grad)

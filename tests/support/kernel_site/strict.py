@@ -76,7 +76,8 @@ def delta_rule(query, key, value, g, beta, scale, initial_state, cu_seqlens, nor
 
     Returns the output and the last state of each document, (N, H, K, V).
     """
-    (rows, num_tokens, num_keys, width), (heads, depth) = query.shape, value.shape[2:]
+    rows, num_tokens, num_keys, width = query.shape
+    heads, depth = value.shape[2:]
     query, key, value, g, beta = wide(query, key, value, g, beta)
     if normalise:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))

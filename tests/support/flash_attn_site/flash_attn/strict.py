@@ -37,16 +37,17 @@ def attend(kind, q, k, v, cu_q, cu_k, max_q, max_k, dropout, scale, causal, wind
         places = torch.arange(q.shape[-3]) + first_k - first_q, torch.arange(k.shape[-3])
         reached = torch.ones(q.shape[-3], dtype=torch.bool)
     else:
-        (doc_q, own_q), (doc_k, own_k) = _documents(cu_q, max_q, len(q)), _documents(cu_k, max_k, len(k))
+        doc_q, own_q = _documents(cu_q, max_q, len(q))
+        doc_k, own_k = _documents(cu_k, max_k, len(k))
         longer = (cu_k.diff() - cu_q.diff()).long()
         visible = (doc_q[:, None] == doc_k) & (doc_q >= 0)[:, None]
         places = own_q + longer[doc_q.clamp(min=0)], own_k
         reached = doc_q >= 0
     distance = places[0][:, None] - places[1]
-    left = window[0]
+    window_left = window[0]
     right = 0 if causal else window[1]
-    if left >= 0:
-        visible &= distance <= left
+    if window_left >= 0:
+        visible &= distance <= window_left
     if right >= 0:
         visible &= distance >= -right
     out = _compute(q, k, v, visible, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout)
@@ -66,12 +67,12 @@ def _documents(bounds, longest, num_tokens):
         silent.append(f"cu_seqlens begin at {starts[0]} and end at {starts[-1]} for {num_tokens} tokens")
     document = torch.full((num_tokens,), -1)
     place = torch.zeros(num_tokens, dtype=torch.long)
-    for i, (start, stop) in enumerate(pairwise(starts)):
-        if stop < start:
-            silent.append(f"cu_seqlens fall from {start} to {stop}")
-        if stop - start > longest:
-            silent.append(f"a document has {stop - start} tokens and max_seqlen is {longest}")
-        reached = slice(start, min(stop, start + longest, num_tokens))
+    for i, (begin, stop) in enumerate(pairwise(starts)):
+        if stop < begin:
+            silent.append(f"cu_seqlens fall from {begin} to {stop}")
+        if stop - begin > longest:
+            silent.append(f"a document has {stop - begin} tokens and max_seqlen is {longest}")
+        reached = slice(begin, min(stop, begin + longest, num_tokens))
         document[reached] = i
         place[reached] = torch.arange(len(document[reached]))
     return document, place

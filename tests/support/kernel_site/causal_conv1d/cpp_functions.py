@@ -20,7 +20,7 @@ def causal_conv1d_bwd_function(
     assert not return_dinitial_states
     inputs = [x, weight] if bias is None else [x, weight, bias]
     with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in inputs]
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         out = causal_conv1d_fwd_function(
             *leaves[:2], None if bias is None else leaves[2], seq_idx, None, None, silu_activation
         )

@@ -9,13 +9,13 @@ def delta_rule(name, shape_of_decays):
     def compute(
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
         use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
-        lower_bound=None, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **others,
+        lower_bound=None, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **other_options,
     ):  # fmt: skip
         strict.count(name, cu_seqlens=cu_seqlens, initial_state=initial_state)
         assert g.shape == shape_of_decays(k, v)
         assert beta.shape == v.shape[:3]
         assert not (use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
-        assert not (others or cp_context)
+        assert not (other_options or cp_context)
         if q.shape != k.shape or v.shape[2] % q.shape[2]:
             raise ValueError(f"{q.shape[2]} heads of queries, {k.shape[2]} of keys and {v.shape[2]} of values")
         if not {x.dtype for x in (q, k, v, g, beta)} <= strict.dtypes:

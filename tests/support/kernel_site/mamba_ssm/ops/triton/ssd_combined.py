@@ -52,7 +52,8 @@ def mamba_split_conv1d_scan_combined(
     out, _ = strict.scan_chunks(x, dt, A, B, C, D, gate, dt_bias, initial_states, seq_idx, True, dt_limit)
     out = out.flatten(2)
     if rmsnorm_weight is not None:
-        (y, z), dtype = strict.wide(out, z), out.dtype
+        y, z = strict.wide(out, z)
+        dtype = out.dtype
         y = y if norm_before_gate else y * F.silu(z)
         y = y.unflatten(-1, (ngroups, -1))  # the norm of each group
         y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + rmsnorm_eps)).flatten(2) * rmsnorm_weight
