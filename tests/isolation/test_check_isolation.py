@@ -61,7 +61,7 @@ def test_gaps_are_relative_to_the_largest_state_of_any_document():
     assert measurement.scale == 4
     documents = measurement.documents
     assert probe.longest_alone == [22]
-    alone = [measurement.gap(RunPair(documents, [document], is_alone=True))[0] for document in documents]
+    alone = [measurement.measure_gap(RunPair(documents, [document], is_alone=True))[0] for document in documents]
     assert alone == [0.125, 1, 0.5, 0]
 
 
@@ -70,15 +70,15 @@ def test_states_that_are_known_are_not_computed_again():
     measurement = measure(probe)
     documents = measurement.documents
     variant = [*documents[:3], probe.tokens(5)]
-    measurement.gap(RunPair(documents, variant))
-    measurement.gap(RunPair(documents, variant))
+    measurement.measure_gap(RunPair(documents, variant))
+    measurement.measure_gap(RunPair(documents, variant))
     assert probe.packs == [[13, 1, 11, 22], [13, 1, 11, 5], [13, 1, 11, 5]]
-    measurement.gap(RunPair(variant, documents))
-    measurement.gap(RunPair(variant, documents))
+    measurement.measure_gap(RunPair(variant, documents))
+    measurement.measure_gap(RunPair(variant, documents))
     assert probe.packs[3:] == [[13, 1, 11, 5], [13, 1, 11, 22], [13, 1, 11, 22]]
     probe.alone = lambda document: 1.0  # states of documents alone were computed before
-    assert measurement.gap(RunPair(variant, documents[:1], is_alone=True))[0] == 0
-    assert measurement.gap(RunPair(variant, variant[3:], is_alone=True))[0] == 1
+    assert measurement.measure_gap(RunPair(variant, documents[:1], is_alone=True))[0] == 0
+    assert measurement.measure_gap(RunPair(variant, variant[3:], is_alone=True))[0] == 1
 
 
 def test_a_gap_is_a_defect_just_above_the_rounding():

@@ -164,7 +164,7 @@ def test_an_empty_thinking_of_the_template_can_be_left_untrained():
     assert "<think>" in trained_texts(sample([user("Q"), thinking_answer], PLAIN, train_empty_thinking=False), PLAIN)[0]
     # the same in one sample per turn
     rule = TurnRule(train_empty_thinking=False)
-    _, labels = Conversation.from_row({"messages": CHAT}).sample(5, THINKING)
+    _, labels = Conversation.from_row({"messages": CHAT}).tokenize_turn(5, THINKING)
     before = len(trained_texts({"labels": labels}, THINKING)[0])
     rule.mask_thinking(labels, CHAT[5], THINKING)
     assert trained_texts({"labels": labels}, THINKING) == ["A3<|im_end|>\n"]

@@ -55,7 +55,7 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def towers(model: PreTrainedModel) -> list[nn.Module]:
+def find_towers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the parts of a model that read something else than text, such as images."""
     text = text_config(model)
     decoder = backbone(model)

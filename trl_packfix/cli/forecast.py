@@ -237,7 +237,7 @@ def show_plan(args: argparse.Namespace) -> int:
         lengths = lengths or candidate_lengths(int(dry_run.reader.lengths.max(initial=1)))
         choices = product(lengths, args.strategy or [settings.packing_strategy])
         compared = [replace(settings, max_length=length, packing_strategy=strategy) for length, strategy in choices]
-        return _compare(args, dry_run, compared, console=console)
+        return _compare_forecasts(args, dry_run, compared, console=console)
 
     from . import memory
     from .configs import read_run
@@ -301,10 +301,10 @@ def _plan_run(args: argparse.Namespace, configs: "RunConfigs", lengths: list[int
             degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=dry_run.cost_model.heads)
             limits.append(tokens_per_rank * degrees[-1])
     compared = settings_of_lengths(lengths or candidate_lengths(longest, min(limits, default=None)))
-    return _compare(args, dry_run, compared, positions=positions, console=console)
+    return _compare_forecasts(args, dry_run, compared, positions=positions, console=console)
 
 
-def _compare(
+def _compare_forecasts(
     args: argparse.Namespace,
     dry_run: DryRun,
     compared: "Sequence[SFTConfig | PlanningSettings]",

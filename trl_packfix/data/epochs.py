@@ -147,7 +147,7 @@ class EpochPlanner:
         return self.image_costs[documents] * share_behind
 
     @cached_property
-    def _units(self) -> Units:
+    def _units_of_all_epochs(self) -> Units:
         """The units of all epochs, for strategies and features with which they are equal in all epochs."""
         return self._make_units()
 
@@ -169,7 +169,7 @@ class EpochPlanner:
         """
         units_are_documents = not self.packing.feature.regroups
         if units_are_documents or not self.packing.traits.keeps_unpacked_steps:
-            return self._units
+            return self._units_of_all_epochs
         return self._make_units(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
 
     def resume_at(self, point: ResumePoint) -> None:

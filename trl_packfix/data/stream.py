@@ -326,7 +326,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             )
             # Without a generator the loader would draw from torch's global generator, and dropout would change.
             generator = torch.Generator().manual_seed(self.num_passes)
-            loader_kwargs = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
+            loader_kwargs = {"collate_fn": _return_chunk, "num_workers": self.num_workers} | self.worker_kwargs
             chunks = DataLoader(reader, batch_size=None, generator=generator, **loader_kwargs)
         for chunk in chunks:
             self._readers[chunk.reader] = chunk.state
@@ -498,7 +498,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._restore(self._first_state)
 
 
-def _identity(chunk: DocumentChunk) -> DocumentChunk:
+def _return_chunk(chunk: DocumentChunk) -> DocumentChunk:
     """Return the chunk unchanged, as `collate_fn` of a loader that would otherwise convert arrays to tensors."""
     return chunk
 

@@ -197,7 +197,7 @@ class ProbeMeasurement:
         num_draws = NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 0
         self._draws = iter(range(1, 1 + num_draws))  # numbers of the random roundings that have not been tried
 
-    def gap(self, pair: RunPair) -> Gap:
+    def measure_gap(self, pair: RunPair) -> Gap:
         """Run a pair, unless its states are known, and return the largest difference of its common documents."""
         if pair.first_documents is not self._last_documents:
             self._last_states = self.probe.forward_packed(pair.first_documents)
@@ -256,18 +256,20 @@ def judge_probe(
     documents, variants = examples
     # 2. Compare variants of the pack with it (changes), and documents in the pack with themselves alone (differences).
     measurement = ProbeMeasurement(probe, documents)
-    changes = [measurement.gap(RunPair(documents, variant)) for variant in variants]
-    differences_alone = [measurement.gap(RunPair(documents, [document], is_alone=True)) for document in documents]
+    changes = [measurement.measure_gap(RunPair(documents, variant)) for variant in variants]
+    differences_alone = [
+        measurement.measure_gap(RunPair(documents, [document], is_alone=True)) for document in documents
+    ]
     # Of equal gaps, the one of the last document is chosen.
     largest_alone = max(differences_alone, key=lambda gap: (gap.size, gap.pair.common_documents))
     # A pack of one document needs no mask. transformers then drops it, and with it the causality of some models.
     last_document = documents[-1:]
-    differences = [largest_alone, measurement.gap(RunPair(last_document, last_document, is_alone=True))]
+    differences = [largest_alone, measurement.measure_gap(RunPair(last_document, last_document, is_alone=True))]
     if tested_thresholds:  # one document exceeds all thresholds at once, between two short ones
         long_pack, (short_pack,) = probe.long_examples(max(tested_thresholds.values()) + NUM_EXTRA_TOKENS)
-        changes.append(measurement.gap(RunPair(long_pack, short_pack, is_large=True)))
+        changes.append(measurement.measure_gap(RunPair(long_pack, short_pack, is_large=True)))
         long_pairs = [RunPair(long_pack, [document], is_alone=True, is_large=True) for document in long_pack]
-        differences += [measurement.gap(pair) for pair in long_pairs]
+        differences += [measurement.measure_gap(pair) for pair in long_pairs]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     # 3. Unless a gradient has shown a defect, find out what rounding explains, and test a document far from the start.
     reach = 0
@@ -339,7 +341,7 @@ def _test_far(
         fillers = [probe.tokens(filler_length) for _ in range(0, num_tokens, filler_length)]
         pack = [*fillers, document]
         try:
-            differences.append(measurement.gap(RunPair(pack, [document], is_alone=True, is_large=True)))
+            differences.append(measurement.measure_gap(RunPair(pack, [document], is_alone=True, is_large=True)))
         except torch.OutOfMemoryError:
             other_ranks_wait = probe.has_engine or not probe.group.is_alone
             if other_ranks_wait or not reach:
@@ -348,7 +350,7 @@ def _test_far(
         _explain_by_rounding(measurement, differences)
         if not measurement.explains(max(gap.size for gap in differences)):
             variant = replace_documents(pack, {i: probe.tokens(filler_length) for i in range(len(fillers))})
-            changes.append(measurement.gap(RunPair(pack, variant, is_large=True)))
+            changes.append(measurement.measure_gap(RunPair(pack, variant, is_large=True)))
             _explain_by_rounding(measurement, changes)
             break
         reach = sum(map(len, fillers))

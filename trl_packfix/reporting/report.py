@@ -164,8 +164,8 @@ def complete_card(
         report: the report, whose short form becomes a section of the card; None if the run was not packed.
         log: the log of the trainer.
     """
-    base = _source(model.config.name_or_path, "model") if model.config.name_or_path else "a model made in Python"
-    data = f" on {', '.join(_source(name, 'dataset') for name in datasets)}" if datasets else ""
+    base = _link_to_hub(model.config.name_or_path, "model") if model.config.name_or_path else "a model made in Python"
+    data = f" on {', '.join(_link_to_hub(name, 'dataset') for name in datasets)}" if datasets else ""
     sentence = f"This model is a fine-tuned version of {base}{data}.\n"
     text = re.sub(r"This model is a fine-tuned version of .*\n", lambda _: sentence, card.read_text(encoding="utf-8"))
     text = text.replace('model="None"', f'model="{card.parent.name}"')
@@ -182,7 +182,7 @@ def complete_card(
     card.write_text(text, encoding="utf-8")
 
 
-def _source(name: str, kind: str) -> str:
+def _link_to_hub(name: str, kind: str) -> str:
     """Return the Markdown for the name of a model or dataset (`kind`): a link if it is on the hub."""
     if not is_on_hub(name):
         return f"`{Path(name).name}` (local {kind})"

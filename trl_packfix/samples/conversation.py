@@ -103,7 +103,7 @@ class Conversation:
         outputs = self._rendered(self.messages, tokenizer, **options)
         return list(outputs["input_ids"][0]), list(outputs["assistant_masks"][0])
 
-    def sample(self, turn: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def tokenize_turn(self, turn: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the token ids of one assistant turn with its history, and labels that are -100 before the turn.
 
         Args:
@@ -131,8 +131,8 @@ class Conversation:
         """
         if turn < 0:
             prompt = self.text(self.messages, processor)
-            return {"prompt": prompt, "completion": "", "images": _images(self.messages)}
-        if _images([self.messages[turn]]):
+            return {"prompt": prompt, "completion": "", "images": _images_of_messages(self.messages)}
+        if _images_of_messages([self.messages[turn]]):
             raise ValueError(
                 f"`messages[{turn}]` is an assistant turn with an image, and a model that is trained on tokens writes "
                 "none"
@@ -140,7 +140,11 @@ class Conversation:
         prompt, text = self._render_turn(turn, processor, as_tokens=False)
         if text == prompt:
             raise ValueError(f"the template renders nothing of `messages[{turn}]`")
-        return {"prompt": prompt, "completion": text[len(prompt) :], "images": _images(self.messages[:turn])}
+        return {
+            "prompt": prompt,
+            "completion": text[len(prompt) :],
+            "images": _images_of_messages(self.messages[:turn]),
+        }
 
     def _rendered(self, messages: list[Message], tokenizer: Tokenizer, **kwargs: Any) -> Any:
         """Apply the chat template to messages, as a batch of one conversation."""
@@ -237,7 +241,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     return [image for image in images or [] if image is not None]
 
 
-def _images(messages: Sequence[Message]) -> list[object]:
+def _images_of_messages(messages: Sequence[Message]) -> list[object]:
     """Return the images that the messages contain, in order."""
     contents = [message.get("content") for message in messages]
     content_parts = (entry for content in contents if isinstance(content, list) for entry in content)

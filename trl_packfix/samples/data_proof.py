@@ -321,7 +321,7 @@ class _Proof:
         """Return the kinds of the dataset with a path and a role; with any role if it is None."""
         return {kind for kind in self.row_kinds.kinds if kind.path == path and role in (None, kind.role)}
 
-    def _finding(
+    def _yield_finding(
         self, predicate: str, kinds: Collection[Kind] | None, *, without: Collection[Kind] = (), **fields: Any
     ) -> Iterator[Finding]:
         """Yield one finding, if any row has one of `kinds` (None: any row) and none of the kinds `without`."""
@@ -335,7 +335,7 @@ class _Proof:
         if self.rendering.needs_assistant and not self.row_kinds.is_of_stream:
             # Rows with `prompt` or `conversations` are not judged here.
             assistant_kinds = {kind for kind in self.row_kinds.kinds if not kind.path and kind.role == "assistant"}
-            yield from self._finding(
+            yield from self._yield_finding(
                 "have no assistant message, and `assistant_only_loss=True` was given",
                 None,
                 without=assistant_kinds | {OTHER_FORM},
@@ -348,7 +348,7 @@ class _Proof:
             yield from self._train_key_findings()
         yield from self._text_findings()
         for path in sorted(self.python_paths):
-            yield from self._finding(
+            yield from self._yield_finding(
                 f"have `{path}` that {self.rendering.name} writes as Python writes a list or a dictionary",
                 {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
                 cause="The model would learn Python's quotes in place of JSON.",
@@ -356,28 +356,28 @@ class _Proof:
                 severity="error" if self.rendering.formatting_func is None else "warning",
             )
         for path in sorted(self.escaped_paths):
-            yield from self._finding(
+            yield from self._yield_finding(
                 f"have `{path}` whose `arguments` are a text of JSON, which the chat template writes as a text in JSON",
                 {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
                 cause='The model would learn `{\\"city\\": ...}` with a backslash before each quote.',
                 remedy="Give `arguments` as a dictionary (`json.loads`).",
             )
         for role in sorted(self.unknown_roles):
-            yield from self._finding(
+            yield from self._yield_finding(
                 f"have the role `{role}`, which the chat template renders as it renders any unknown role",
                 self._kinds("", role),
                 cause="The model would be trained on turns that it never sees.",
                 remedy="Rename the role, or set `chat_template_path` to a template that knows it.",
             )
         for name in sorted(self.null_columns):
-            yield from self._finding(
+            yield from self._yield_finding(
                 f"have keys in `{name}` that are None only because other rows have them; they are taken out",
                 self._kinds(f"{NULL_IN}{name}"),
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
                 severity="mended",
             )
         needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
-        yield from self._finding(
+        yield from self._yield_finding(
             "have texts with control tokens of the tokenizer",
             {kind for kind in self.row_kinds.kinds if kind.path == CONTROL},
             cause="They become the tokens that the chat template writes itself, so a text can end a turn or begin one.",
@@ -385,13 +385,13 @@ class _Proof:
             + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
         )
         all_begin_with_bos = self.num_with_bos > 0 and self.num_with_bos == self.num_rendered
-        yield from self._finding(
+        yield from self._yield_finding(
             "have texts that begin with BOS",
             None if all_begin_with_bos else self._kinds(BEGINS_WITH_BOS),
             cause="The tokenizer adds BOS, too, so these documents begin with two.",
             remedy="Remove it from the texts, or give the messages themselves.",
         )
-        yield from self._finding(
+        yield from self._yield_finding(
             "have the roles `human` or `gpt` in `conversations`, which are renamed to `user` and `assistant`",
             self._kinds(RENAMED_ROLE),
             severity="mended",
@@ -414,8 +414,8 @@ class _Proof:
                 yield from self._unread_column(path, lost)
                 continue
             predicate = f"{where}, which {self.rendering.name} leaves out"
-            yield from self._finding(predicate, lost, **self._loss(path, role, lost))
-            yield from self._finding(
+            yield from self._yield_finding(predicate, lost, **self._loss(path, role, lost))
+            yield from self._yield_finding(
                 f"{where}, which {self.rendering.name} renders more than once",
                 {kind for kind, states in group.items() if states["repeated"]},
                 cause="The model would be trained on it twice.",
@@ -461,7 +461,7 @@ class _Proof:
         for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.is_medium}):
             name = path.partition(" ")[0]
             if not (has_images and name.startswith("image")):
-                yield from self._finding(
+                yield from self._yield_finding(
                     f"have `{name}` in their messages, and no column of images",
                     self._kinds(path),
                     cause="Nothing of it would be trained but placeholders.",
@@ -471,7 +471,7 @@ class _Proof:
                 )
         is_image_token = getattr(self.rendering.tokenizer, "image_token", None) == PLACEHOLDER
         outcome = f"`{PLACEHOLDER}` would be trained as a text"
-        yield from self._finding(
+        yield from self._yield_finding(
             f"have images, and messages whose `content` is a text with `{PLACEHOLDER}`, as LLaVA writes it",
             self._kinds(PLACED),
             cause="TRL puts a placeholder for each image before the text of the first user message, so "
@@ -501,7 +501,7 @@ class _Proof:
             if not is_read:
                 cause = "`assistant_only_loss=False` trains every message"
                 remedy = f"`assistant_only_loss=True` and {remedy}, which trains the assistant's messages without them"
-            yield from self._finding(
+            yield from self._yield_finding(
                 f"have messages with `{key}` 0, which is not read",
                 self._kinds(path, "assistant" if is_read else None),
                 without=() if key == train_key else train_key_kinds,
@@ -511,7 +511,7 @@ class _Proof:
             )
         for key in TRAIN_KEYS if train_key else ():
             if not (key == train_key and is_read):  # such a row is refused when samples are made
-                yield from self._finding(
+                yield from self._yield_finding(
                     f"have messages with a `{key}` that is neither 0 nor 1, which is not read",
                     self._kinds(f"{key}=number", "assistant" if is_read else None),
                     cause="These messages are trained as all others: a message is trained or it is not.",
@@ -523,7 +523,7 @@ class _Proof:
         """Yield findings of columns, labels of messages and template arguments that are not read."""
         # The path of a list or dictionary begins with the name of the argument, and other paths have a prefix
         for name in sorted(self.unread_arguments):
-            yield from self._finding(
+            yield from self._yield_finding(
                 f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",
                 {kind for kind in self.row_kinds.kinds if kind.path.startswith((name, f"chat_template_kwargs.{name}"))},
                 remedy="Correct its name, or remove it.",
@@ -535,14 +535,14 @@ class _Proof:
                 yield from self._unread_column(path.removeprefix(UNREAD_COLUMN), self._kinds(path))
             else:
                 name = path.removeprefix(LABEL)
-                yield from self._finding(f"have `{name}` in messages", self._kinds(path), severity="note")
+                yield from self._yield_finding(f"have `{name}` in messages", self._kinds(path), severity="note")
 
     def _unread_column(self, name: str, kinds: Collection[Kind]) -> Iterator[Finding]:
         """Yield the finding of a column that is not read, a warning if other libraries render such a column."""
         target = "a message, for example of the role `system`"
         if self.rendering.formatting_func is not None:
             target = "the text that `formatting_func` returns"
-        yield from self._finding(
+        yield from self._yield_finding(
             f"have a column `{name}`, which is not read",
             kinds,
             cause="It is not in the tokens.",

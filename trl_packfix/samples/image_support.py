@@ -41,7 +41,7 @@ class ImageSupport:
             ValueError: If the dataset has images, and the folder is missing.
         """
         if has_images(dataset):
-            _refuse(dataset, "packs its rows. Set `packing=False`")
+            _refuse_images(dataset, "packs its rows. Set `packing=False`")
         return None
 
     def read_table(self, dataset: Any, processor: Any, args: Any) -> Any:
@@ -50,7 +50,7 @@ class ImageSupport:
         Raises:
             ValueError: If the folder is missing.
         """
-        _refuse(dataset, "measures its rows. Remove the column if the text alone is to be trained")
+        _refuse_images(dataset, "measures its rows. Remove the column if the text alone is to be trained")
 
     def masking_collator(self, collate: Callable[..., Any], rule: Any) -> Callable[..., Any]:
         """Return a collator of rows with images that trains only the assistant turns that a rule selects.
@@ -73,7 +73,7 @@ class ImageSupport:
         return None
 
 
-def _refuse(dataset: object, what_it_does_and_remedy: str) -> NoReturn:
+def _refuse_images(dataset: object, what_it_does_and_remedy: str) -> NoReturn:
     (column, *_) = [name for name in columns_of(dataset) if name in IMAGES]
     raise ValueError(
         f"A dataset with the column `{column}` was given, and this installation of trl_packfix is without its folder "

@@ -200,7 +200,7 @@ class EachTurn(Recipe):
 
     def samples(self, row: Row, row_index: int) -> list[Sample]:
         def make_turn_sample(conversation: Conversation, turn: int) -> Sample:
-            tokens, labels = conversation.sample(turn, self.tokenizer)
+            tokens, labels = conversation.tokenize_turn(turn, self.tokenizer)
             if turn >= 0:
                 self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
             return Sample.from_tokens(tokens, labels)

@@ -126,7 +126,7 @@ class KindReader:
         """Return a hash of the kinds of each row, shape (rows,), so that rows can be counted by them."""
         names = list(batch)
         rows = (dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True))
-        return {"kinds": [_hash(self.kinds(row)) for row in rows]}
+        return {"kinds": [_hash_kinds(self.kinds(row)) for row in rows]}
 
     def kinds(self, row: Mapping[str, Any]) -> frozenset[Kind]:
         """Return the kinds of a row; only `Kind("No form")` if it cannot be read, which is refused elsewhere."""
@@ -345,7 +345,7 @@ _compiled: Callable[[str], re.Pattern[str]] = lru_cache(re.compile)
 
 
 @lru_cache(4096)
-def _hash(kinds: frozenset[Kind]) -> int:
+def _hash_kinds(kinds: frozenset[Kind]) -> int:
     """Hash kinds to 63 bits. The hash is equal in every process."""
     return int.from_bytes(hashlib.sha256(repr(sorted(kinds)).encode()).digest()[:8], "big") >> 1
 
@@ -409,7 +409,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
     else:
         stream = dataset.decode(False) if dataset.features else dataset
         rows = columns = list(islice(stream, num))
-        hashes = np.array([_hash(reader.kinds(row)) for row in rows], np.int64)
+        hashes = np.array([_hash_kinds(reader.kinds(row)) for row in rows], np.int64)
     # Rows with equal hashes have the same shape. Sort the shapes, the most frequent first
     _, first, shape_of, counts = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")

@@ -61,7 +61,7 @@ def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str,
     """
     # Files of an earlier run are not listed: callbacks overwrite them later, and their new size is not known yet.
     files = {
-        name: [stat.st_size, _hash(checkpoint / name)]
+        name: [stat.st_size, _hash_file(checkpoint / name)]
         for name, stat in _list_files(checkpoint)
         if stat.st_mtime_ns != earlier_files.get(name)
     }
@@ -85,7 +85,7 @@ def write_synced(file: Path, write: Callable[[BinaryIO], object]) -> None:
         os.fsync(stream.fileno())
 
 
-def _hash(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     """Return the SHA-256 of a file, or of `NUM_BLOCKS` blocks of a file larger than `HASHED_WHOLE`.
 
     Hashing all bytes of a large model would take as long as writing the model.
@@ -139,7 +139,7 @@ def find_damage(checkpoint: Path) -> str | None:
             return f"its file `{name}` is missing"
         if file.stat().st_size != size:
             return f"its file `{name}` has {file.stat().st_size} bytes of {size}"
-        if saved_digest is not None and _hash(file) != saved_digest:
+        if saved_digest is not None and _hash_file(file) != saved_digest:
             return f"its file `{name}` is not as it was written"
     return None
 

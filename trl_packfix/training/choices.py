@@ -4,7 +4,7 @@ A `Condition` looks at the `RunSettings` of a run. Its `describe` returns how a 
 or None if the condition is not met. `conflicts.py` says which of these conditions exclude each other.
 
 A condition on one value is made by a helper (`_field_condition`, `_column_condition`, `_argument_condition`). Any other
-condition is a function with the decorator `_condition`, which makes a `Condition` of the function. A name such as
+condition is a function with the decorator `_make_condition`, which makes a `Condition` of the function. A name such as
 `NO_PACKING` is a condition that is met if packing is off. `USER_` are conditions on methods of the user's subclass.
 """
 
@@ -76,7 +76,7 @@ class Condition:
     undo: str
 
 
-def _condition(name: str, undo: str) -> Callable[[Callable[[RunSettings], str | None]], Condition]:
+def _make_condition(name: str, undo: str) -> Callable[[Callable[[RunSettings], str | None]], Condition]:
     """Return a decorator that makes a `Condition` of its `describe` function."""
     return lambda describe: Condition(name, describe, undo)
 
@@ -179,7 +179,7 @@ NO_MAX_STEPS = Condition(
 )
 
 
-@_condition(
+@_make_condition(
     "a strategy or `overlong` that does not truncate",
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
@@ -189,13 +189,13 @@ def NO_TRUNCATION(settings: RunSettings) -> str | None:
     return policy if settings.packs and policy != "`overlong='truncate'`" else None
 
 
-@_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
+@_make_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
 def OFFLOADING_ON_CPU(settings: RunSettings) -> str | None:
     is_on_cpu = settings.args.activation_offloading and settings.args.device.type == "cpu"
     return "`activation_offloading=True` on the CPU" if is_on_cpu else None
 
 
-@_condition(
+@_make_condition(
     "`fused_linear_cross_entropy`, `cross_entropy` in `liger_kernel_config`",
     undo="leave the losses out of `liger_kernel_config`",
 )
@@ -205,14 +205,14 @@ def LIGER_LOSS(settings: RunSettings) -> str | None:
     return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
 
 
-@_condition("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
+@_make_condition("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
 def UNPREPARED(settings: RunSettings) -> str | None:
     options = settings.args.dataset_kwargs
     is_unprepared = isinstance(options, dict) and options.get("skip_prepare_dataset")
     return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_unprepared else None
 
 
-@_condition("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
+@_make_condition("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
 def DIVIDED_BATCHES(settings: RunSettings) -> str | None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(settings.args.accelerator_config, name, None):
@@ -220,7 +220,7 @@ def DIVIDED_BATCHES(settings: RunSettings) -> str | None:
     return None
 
 
-@_condition(
+@_make_condition(
     "`average_tokens_across_devices=False` on several ranks",
     undo="leave `average_tokens_across_devices` at its default, True",
 )
@@ -278,7 +278,7 @@ FORMATTING = _argument_condition("formatting_func")
 LOSS_FUNCTION = _argument_condition("compute_loss_func")
 
 
-@_condition(
+@_make_condition(
     "a `processing_class` that is no processor",
     undo="give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
 )
@@ -310,33 +310,33 @@ USER_SAMPLER = Condition(
 # The model
 
 
-@_condition("an encoder-decoder", undo="give a causal language model")
+@_make_condition("an encoder-decoder", undo="give a causal language model")
 def ENCODER_DECODER(settings: RunSettings) -> str | None:
     is_encoder_decoder = getattr(getattr(settings.model, "config", None), "is_encoder_decoder", False)
     return type(settings.model).__name__ if is_encoder_decoder else None
 
 
-@_condition("adapters of peft (LoRA)", undo="train all weights")
+@_make_condition("adapters of peft (LoRA)", undo="train all weights")
 def ADAPTERS(settings: RunSettings) -> str | None:
     adapters = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
     return next((f"an adapter {adapter.peft_type.value}" for adapter in adapters if adapter is not None), None)
 
 
-@_condition("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
+@_make_condition("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
 def VIRTUAL_TOKENS(settings: RunSettings) -> str | None:
     adapters = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
     config = next((adapter for adapter in adapters if getattr(adapter, "is_prompt_learning", False)), None)
     return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
 
 
-@_condition("dropout of attention weights", undo="load the model with the rate 0.0")
+@_make_condition("dropout of attention weights", undo="load the model with the rate 0.0")
 def DROPPED_WEIGHTS(settings: RunSettings) -> str | None:
     # The rates of dropout in attention that are above 0, by their names in the config of the model
     rates = {} if settings.model is None else dropped_weights(text_config(settings.model, settings.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
-@_condition("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
+@_make_condition("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
 def TOKENS_PER_RANK_OF_HYBRIDS(settings: RunSettings) -> str | None:
     tokens_per_rank = TOKENS_PER_RANK.describe(settings)
     if tokens_per_rank is None or settings.model is None:
@@ -346,7 +346,7 @@ def TOKENS_PER_RANK_OF_HYBRIDS(settings: RunSettings) -> str | None:
     return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid else None
 
 
-@_condition(
+@_make_condition(
     "a model on several devices (`device_map`)",
     undo="launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
     "`CUDA_VISIBLE_DEVICES`",
@@ -361,7 +361,7 @@ def SEVERAL_DEVICES(settings: RunSettings) -> str | None:
 # The engine
 
 
-@_condition(
+@_make_condition(
     "context or sequence parallelism of accelerate or DeepSpeed",
     undo="set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
 )
@@ -380,7 +380,7 @@ def CONTEXT_PARALLELISM(settings: RunSettings) -> str | None:
     return _describe_size_above_one(sizes)
 
 
-@_condition(
+@_make_condition(
     "tensor parallelism of DeepSpeed",
     undo="set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
 )
@@ -424,7 +424,7 @@ def _distributed_size(name: str) -> Callable[[RunSettings], str | None]:
     return describe
 
 
-@_condition(
+@_make_condition(
     "tensor or expert parallelism of transformers (`tp_size`)",
     undo="load the model without `tp_size` in `DistributedConfig`",
 )
@@ -433,20 +433,20 @@ def TENSOR_PARALLELISM(settings: RunSettings) -> str | None:
     return f"`DistributedConfig(tp_size={size})`" if size > 1 else None
 
 
-@_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
+@_make_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
 def TENSORS_AND_SHARDS(settings: RunSettings) -> str | None:
     has_both_sizes = TENSOR_PARALLELISM.describe(settings) and _distributed_size("dp_size")(settings)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if has_both_sizes else None
 
 
-@_condition("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
+@_make_condition("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
 def MEGATRON(settings: RunSettings) -> str | None:
     accelerator = settings.accelerator
     uses_megatron = accelerator is not None and accelerator.distributed_type == DistributedType.MEGATRON_LM
     return "Megatron-LM" if uses_megatron else None
 
 
-@_condition("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")
+@_make_condition("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")
 def UNPACKED_SEQUENCES(settings: RunSettings) -> str | None:
     config = None if settings.accelerator is None else settings.accelerator.parallelism_config
     size = 1 if config is None else config.sp_size

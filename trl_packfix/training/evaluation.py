@@ -130,7 +130,7 @@ class Evaluation(TrainerPart):
         return packed_model.is_proved
 
     @property
-    def _feature(self) -> Feature:
+    def _packing_feature(self) -> Feature:
         """The feature that packs of an evaluation have. It may plan documents in another way than in training."""
         # TRL's loop, with a loss of the user, expects one label per position. So documents share no prefix there
         shares = self._data.shares_rows and self.replaces_trl_metrics
@@ -150,7 +150,7 @@ class Evaluation(TrainerPart):
             overlong,
             truncation_mode=args.truncation_mode,
             keep_untrained=True,
-            feature=self._feature,
+            feature=self._packing_feature,
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
         pad_token_id = self._trainer._tokenizer.pad_token_id
@@ -246,10 +246,10 @@ class Evaluation(TrainerPart):
                 drop_last=False,
                 shuffle=False,
                 degrees=self._data.source.degrees,  # the numbers of ranks per pack with which the model is proved
-                **self._feature.settings,
+                **self._packing_feature.settings,
             )
             sampler = PackedBatchSampler(planner, ranks.rank)
-            collate = self._data.packed_collator(args.eval_batch_size, self._feature)
+            collate = self._data.packed_collator(args.eval_batch_size, self._packing_feature)
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)

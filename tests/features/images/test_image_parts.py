@@ -9,7 +9,7 @@ from support.vision import build_model
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from trl_packfix.attention.models import towers
+from trl_packfix.attention.models import find_towers
 from trl_packfix.features.images import parts as image_parts
 from trl_packfix.features.images.parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from trl_packfix.features.images.probe import HIGH, SQUARE, WIDE
@@ -24,7 +24,7 @@ def call_of_tower(family: str):
     """Return the tower of a family, and the arguments that it gets for a pack with three images."""
     model = build_model(family).eval()
     examples = examples_of(family)
-    (tower,) = [tower for tower in outermost_towers(towers(model)) if "vision" in type(tower).__name__.lower()]
+    (tower,) = [tower for tower in outermost_towers(find_towers(model)) if "vision" in type(tower).__name__.lower()]
     calls = []
     handle = tower.register_forward_pre_hook(lambda module, *args: calls.append(args), with_kwargs=True)
     text = torch.tensor([7, 8, 9])

@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from ...attention.flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
 from ...attention.kernel_errors import KernelError, is_device_error
 from ...attention.kernels import attend_by_document
-from ...attention.models import towers
+from ...attention.models import find_towers
 from ...attention.varlen import cast_for_autocast, runs_flash
 
 TOWER_ATTENTION = "packfix_flash_tower"
@@ -127,7 +127,7 @@ def _passes_boundaries(module_class: type[nn.Module]) -> bool:
 def tower_configs(model: PreTrainedModel) -> list[Any]:
     """Return the configs of towers that pass boundaries to flash attention, and call other attention per image."""
     configs = {}
-    for tower in towers(model):
+    for tower in find_towers(model):
         for module in tower.modules():
             module_class: Any = type(module)
             config = getattr(module, "config", None)

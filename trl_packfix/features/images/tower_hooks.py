@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...attention.forwards import CallArguments, ModelHooks, PackedForwardGuard
-from ...attention.models import backbone, towers
+from ...attention.models import backbone, find_towers
 from ...attention.packed_forward import BOUNDARIES, CU_SEQ_LENS, running_forward
 from .parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 
@@ -27,7 +27,7 @@ class TowerHooks(ModelHooks):
 
     def _register(self) -> list[RemovableHandle]:
         model = self._guard.model
-        image_towers = towers(model)
+        image_towers = find_towers(model)
         outermost = outermost_towers(image_towers)
         decoders = [backbone(model)] if image_towers else []
         handles = [tower.register_forward_pre_hook(_drop_boundaries, with_kwargs=True) for tower in image_towers]
