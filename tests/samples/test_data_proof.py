@@ -145,6 +145,13 @@ CASES = {
     "all answers": Case(
         "a template of questions", messages(ASK, OK), "Nothing that the assistant says", "questions", "error"
     ),
+    "all answers but their thoughts": Case(
+        "a template of questions and thoughts",
+        messages(ASK, OK | {"reasoning_content": "Two and one"}),
+        "Nothing that the assistant says",
+        "thoughts",
+        "error",
+    ),
     "twice": Case("a template with a summary", messages(ASK, OK), "renders more than once", "twice"),
     "refusal": Case("OpenAI, structured outputs", messages(ASK, OK | {"refusal": "I cannot do that"}), "`refusal`"),
     "ids of messages": Case(
@@ -420,6 +427,7 @@ def with_arguments(rule):
 
 OWN = {
     "printing": PLAIN.replace("m.content", "(m.content | string)"),
+    "thoughts": PLAIN.replace("+ m.content +", "+ (m.content if m.role == 'user' else m.reasoning_content) +"),
     "questions": PLAIN.replace("+ m.content +", "+ (m.content if m.role == 'user' else '') +"),
     "twice": PLAIN.replace("+ m.content +", "+ m.content + ' ' + m.content +"),
     "calls": PLAIN.replace("+ m.content +", "+ m.content + (m.tool_calls | string if m.tool_calls else '') +"),

@@ -45,6 +45,7 @@ from .text_kinds import (
     OTHER_FORM,
     PLACED,
     RENAMED_ROLE,
+    THOUGHTS,
     UNREAD_COLUMN,
     Kind,
     KindReader,
@@ -451,9 +452,9 @@ class _Proof:
 
         Thoughts do not count, because many templates omit them.
         """
-        texts = [states for kind, states in self.states.items() if kind.role == role and "think" not in kind.path]
+        texts = [states for kind, states in self.states.items() if kind.role == role and not _is_thought(kind.path)]
         is_lost = not any(states["kept"] or states["repeated"] or states["left out later"] for states in texts)
-        is_content = path.startswith("content") and "think" not in path
+        is_content = path.startswith("content") and not _is_thought(path)
         return role in ("user", "assistant") and is_content and is_lost
 
     def _media_findings(self, *, has_images: bool) -> Iterator[Finding]:
@@ -577,3 +578,8 @@ def _constants(conversation: Conversation) -> list[Leaf]:
     """Return the booleans and nulls that cannot be marked."""
     values = leaves(conversation.messages, conversation.arguments)
     return [leaf for leaf in values if leaf.kind.path.endswith(CONSTANT)]
+
+
+def _is_thought(path: str) -> bool:
+    """Return whether a path, as in `Kind`, leads to thoughts: by a key of their own, or in a text before `</think>`."""
+    return path in THOUGHTS or "think" in path
