@@ -784,7 +784,7 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
     ]
     monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep()
-    step._data.source = SimpleNamespace(first_documents=lambda most_tokens: (documents, Group(degree, degree - 1)))
+    step._data.source = SimpleNamespace(first_documents=lambda num_documents: (documents, Group(degree, degree - 1)))
     packs = FirstStep._choose_packs(step)
     assert [[len(document["input_ids"]) for document in pack] for pack in packs] == [[7, 5, 9], second]
     assert [pack.group for pack in packs] == [Group(degree, degree - 1)] * 2
@@ -795,6 +795,6 @@ def test_documents_are_chosen_for_all_ranks_only_where_ranks_wait(monkeypatch, w
     documents = [document_of(7), document_of(5), document_of(9)]
     monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep(_has_collectives=waits)
-    step._data.source = SimpleNamespace(first_documents=lambda most_tokens: (documents, Group(1, 0)))
+    step._data.source = SimpleNamespace(first_documents=lambda num_documents: (documents, Group(1, 0)))
     step._data.reading.select_alike_on_ranks = lambda documents_found, sum_over_ranks: documents_found[:1]
     assert len(FirstStep._choose_packs(step)[0]) == num_chosen
