@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.models import select_attention
+from support.models import select_attention, with_attention
 from test_attention import MODELS
 from torch import nn
 from transformers import AutoConfig
@@ -27,14 +27,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(choosing, "is_flash_attn_2_available", lambda: flash_attn)
         monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: problem or capability)
         monkeypatch.setattr(choosing, "capability_problem", lambda: capability)
-        monkeypatch.setattr(choosing, "set_attention", on)
+        monkeypatch.setattr(choosing, "set_attention", with_attention)
 
     return describe
-
-
-def on(model, name):
-    model.config._attn_implementation_internal = name
-    return model
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_other_devices_run_document_by_document(device_type, reason, tiny_model,
 @pytest.mark.parametrize("device_type", ["cpu", "mps", "cuda"])
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
 def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_model):
-    model = on(tiny_model("llama"), name)
+    model = with_attention(tiny_model("llama"), name)
     choice = choose_attention(model, dtype=torch.bfloat16, device_type=device_type)
     assert choice.name == ATTENTION_NAME
     reason_end = "" if name == "flex_attention" else " and its T x T masks"
@@ -66,7 +61,7 @@ def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_m
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
 def test_enforce_false_keeps_the_users_and_names_the_price(name, tiny_model, recwarn):
-    model = on(tiny_model("llama"), name)
+    model = with_attention(tiny_model("llama"), name)
     choice = select_attention(model, False, device_type="cuda")
     assert choice == AttentionChoice(name, False, name, choice.reason)
     assert model.config._attn_implementation == name
@@ -80,12 +75,12 @@ def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, m
     """Ranks that share packs must attend by document where no kernel serves."""
     settings_of_ranks = BF16 | {"needs_varlen": "does not exchange tokens between the ranks that share a pack"}
     machine(flash_attn=True)
-    choice = choose_attention(on(tiny_model("llama"), users), **settings_of_ranks)
+    choice = choose_attention(with_attention(tiny_model("llama"), users), **settings_of_ranks)
     assert choice.name == ATTENTION_NAME
     assert choice.is_flash
     assert (f"{users} does not exchange tokens" in choice.reason) is ("flash" in users)
     with pytest.warns(UserWarning, match="softcapping=50.0"):
-        choice = choose_attention(on(tiny_model("gemma2"), users), **settings_of_ranks)
+        choice = choose_attention(with_attention(tiny_model("gemma2"), users), **settings_of_ranks)
     assert choice.name == ATTENTION_NAME
     assert not choice.is_flash
 
@@ -113,7 +108,7 @@ DROPOUT = {"gpt2": "attn_pdrop", "llama": "attention_dropout", "bert": "attentio
 )
 def test_precedence_on_cuda(model_type, settings, users, flash_attn, expected, tiny_model, machine):
     machine(flash_attn)
-    model = on(tiny_model(model_type, **settings), users)
+    model = with_attention(tiny_model(model_type, **settings), users)
     # transformers' own list guards gpt_oss, but not every model with sinks
     model._compatible_flash_implementations = None
     choice = select_attention(model, **BF16)
@@ -156,7 +151,7 @@ def test_what_no_flash_kernel_computes_runs_document_by_document(
 )])  # fmt: skip
 def test_flash_attention_2_on_sinks_is_replaced_with_a_warning(kernel, tiny_model, machine):
     machine(flash_attn=True)
-    model = on(tiny_model("gpt_oss"), kernel)
+    model = with_attention(tiny_model("gpt_oss"), kernel)
     with pytest.warns(UserWarning, match=rf"'{kernel}' on GptOssForCausalLM.*ignores them.*flash_attention_4"):
         assert choose_attention(model, **BF16).name == ATTENTION_NAME
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import with_attention
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -42,15 +43,10 @@ def played():
     del AttentionInterface._global_mapping[PLAYED], AttentionMaskInterface._global_mapping[PLAYED]
 
 
-def on(model, name=PLAYED):
-    model.config._attn_implementation_internal = name
-    return model
-
-
 def packed_model(model, monkeypatch, **settings):
     monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: None)
     # transformers would look for the played name on the Hub
-    monkeypatch.setattr(packing, "set_attention", on)
+    monkeypatch.setattr(packing, "set_attention", with_attention)
     return PackedModel(model, torch.bfloat16, "cuda", 64, **settings)
 
 
@@ -67,7 +63,7 @@ REFUSALS = [
 def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch):
     """It ends in another attention, with the reason; documents are not unpacked and nothing is repaired."""
     played.error = error
-    packed = packed_model(on(tiny_model("llama")), monkeypatch)
+    packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
     assert packed.attention.name == PLAYED
     with pytest.warns(UserWarning, match=r"'flash_played' cannot compute this model: .*'packfix_varlen' is used"):
         report = packed.prove(packed.model)
@@ -84,7 +80,7 @@ def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch
 
 def test_without_another_attention_the_refusal_ends_at_the_user(played, tiny_model, monkeypatch):
     played.error = REFUSALS[0]
-    model = on(tiny_model("llama"))
+    model = with_attention(tiny_model("llama"), PLAYED)
     with pytest.raises(KernelError, match="head dimension at most 256"):
         packed_model(model, monkeypatch, enforce_flash_attention=False).prove(model)
     with pytest.raises(ValueError, match="head dimension at most 256"):
@@ -107,7 +103,7 @@ DEVICE_ERRORS = [
 def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, tiny_model, monkeypatch):
     """No repair is searched for: the context may be lost, and other ranks wait."""
     played.error = error
-    packed = packed_model(on(tiny_model("llama")), monkeypatch)
+    packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
     with pytest.raises(type(error)) as raised:
         packed.prove(packed.model)
     assert raised.value is error
@@ -116,7 +112,7 @@ def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, t
 
 def test_another_error_of_the_model_is_still_a_pack_that_it_refuses(played, tiny_model, monkeypatch):
     played.error = RuntimeError("shape '[1, 5]' is invalid for input of size 7")
-    packed = packed_model(on(tiny_model("llama")), monkeypatch, on_leak="raise")
+    packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch, on_leak="raise")
     assert "is invalid for input" in packed.prove(packed.model).error
 
 

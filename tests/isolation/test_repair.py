@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope
-from support.runs import build_trainer, texts
+from support.runs import build_trainer, packed_model, texts
 from support.versions import enable_checkpointing, newest_models
 from sweep import zoo
 from sweep.judge import packed
@@ -21,13 +21,8 @@ from trl_packfix import check_isolation
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.rows import DocumentRows
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.repair import REPAIR_MODES, RepairedModule, RepairMode, ValueOfBatches
-
-
-def packed_model(model, **settings):
-    return PackedModel(model, torch.float32, "cpu", max_length=64, **settings)
 
 
 def pack(lengths, low=16, high=128):

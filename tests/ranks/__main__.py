@@ -1,4 +1,4 @@
-"""Run scenarios on forked ranks: `python -m ranks FOLDER PART [ENGINE/NAME ...]`, PART is a function of this module.
+"""Run scenarios on forked ranks: `python -m ranks FOLDER PART [ENGINE/NAME ...]`, PART is a key of `PARTS`.
 
 With names only these run. A launcher of two processes runs `python -m ranks FOLDER die ENGINE`.
 """

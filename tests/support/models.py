@@ -93,6 +93,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
+def with_attention(model, name):
+    """Set the attention of the model by its name, without the check of transformers, and return the model."""
+    model.config._attn_implementation_internal = name
+    return model
+
+
 def build_tiny_model(
     model_type: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **config
 ) -> PreTrainedModel:

@@ -8,6 +8,7 @@ import trl
 from datasets import Dataset
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.isolation.packed_model import PackedModel
 
 from .models import build_tiny_model, build_tokenizer
 
@@ -41,6 +42,10 @@ def stock(folder, dataset, model="llama", **kwargs):
     return build_trainer(
         folder, dataset, model, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **kwargs
     )
+
+
+def packed_model(model, **settings):
+    return PackedModel(model, torch.float32, "cpu", 64, **settings)
 
 
 def texts(num=40, seed=0):

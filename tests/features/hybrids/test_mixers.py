@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.models import build_tiny_model
-from support.runs import build_trainer, texts, weights
+from support.runs import build_trainer, packed_model, texts, weights
 from support.versions import enable_checkpointing
 from sweep import zoo
 from sweep.double import in_double
@@ -27,17 +27,12 @@ from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.probe import PrefixProbe
 from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.group import ALONE, Group
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 
 # Functions of the same packages that only generation calls
 GENERATION = set(
     "causal_conv1d_update fused_recurrent_gated_delta_rule fused_recurrent_kda selective_state_update".split()
 )
-
-
-def packed_model(model, **settings):
-    return PackedModel(model, torch.float32, "cpu", 64, **settings)
 
 
 def functions(model):
