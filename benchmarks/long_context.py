@@ -158,7 +158,7 @@ def _with_giants(step: UndividedStep, documents: Int64Array, limit: float, base:
         return None
     lengths = step.units.rows[documents]
     alone = {  # seconds of each document in a group of this degree, without latency
-        degree: times.seconds(step.units.costs(degree)[documents], lengths, degree) - times.exchange(degree)[1]
+        degree: times.seconds(step.units.costs(degree)[documents], lengths, degree) - times.exchange_seconds(degree)[1]
         for degree in step.parallel.degrees
         if degree >= base
     }
@@ -174,7 +174,7 @@ def _with_giants(step: UndividedStep, documents: Int64Array, limit: float, base:
         return None
     degrees = np.array(groups)
     room = degrees * tokens_per_rank
-    load = np.array([times.exchange(degree)[1] for degree in groups])
+    load = np.array([times.exchange_seconds(degree)[1] for degree in groups])
     by_degree = {degree: np.flatnonzero(degrees == degree) for degree in set(groups)}
     for i, length in enumerate(lengths.tolist()):
         options = []

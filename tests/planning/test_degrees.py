@@ -113,17 +113,17 @@ def test_the_exchange_sends_what_ulysses_sends():
 
     It is 7/8 of the queries, keys, values and outputs of a token, in three passes and in bf16.
     """
-    per_token, fixed = GroupTimes(LLAMA_7B).exchange(8)
+    per_token, fixed = GroupTimes(LLAMA_7B).exchange_seconds(8)
     assert per_token == pytest.approx(32 * 4 * 32 * 128 * 2 * 3 * 7 / 8 / 300e9)
     assert fixed == pytest.approx(32 * 2 * 3 * 20e-6)
     # 16 ranks of two nodes: 7/16 inside, 8/16 between, and the latency between nodes
-    per_token, fixed = GroupTimes(LLAMA_7B).exchange(16)
+    per_token, fixed = GroupTimes(LLAMA_7B).exchange_seconds(16)
     assert per_token == pytest.approx(32 * 4 * 32 * 128 * 2 * 3 * (7 / 16 / 300e9 + 8 / 16 / 50e9))
     assert fixed == pytest.approx(32 * 2 * 3 * 60e-6)
-    assert GroupTimes(LLAMA_7B).exchange(1) == (0.0, 0.0)
+    assert GroupTimes(LLAMA_7B).exchange_seconds(1) == (0.0, 0.0)
     # fewer key heads than ranks: every rank needs one
     few = CostModel(1.0, 1.0, attention=(HeadCounts(1, 32, 4, 128, 128),))
-    assert GroupTimes(few).exchange(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
+    assert GroupTimes(few).exchange_seconds(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
 
 
 def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
@@ -158,7 +158,7 @@ def test_a_model_without_attention_pays_for_exchanges(model_type):
     keys, values = (2 * 4 * 16, 8 * 33) if model_type == "mamba2" else (4 * 2 * 16, 128 * 3)
     latency = 3 * 2 * 3 * 20e-6
     seconds = 3 * (keys + values) * 2 * 3 * 3 / 4 / 300e9
-    assert GroupTimes(costs).exchange(4) == pytest.approx((seconds, latency))
+    assert GroupTimes(costs).exchange_seconds(4) == pytest.approx((seconds, latency))
     assert GroupTimes(costs).seconds(np.zeros(1), np.array([400]), 4)[0] == pytest.approx(100 * seconds + latency)
     lengths = np.random.default_rng(0).integers(2, 12, 400).tolist()
     degrees = [

@@ -124,7 +124,7 @@ def step_bound(step: UndividedStep) -> float:
     tokens_per_rank = step.parallel.tokens_per_rank
     ranks_seconds = float(step.times.seconds(step.units.costs()[step.members], rows, 1).sum())
     long = rows[rows > tokens_per_rank]
-    ranks_seconds += sum(n * step.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
+    ranks_seconds += sum(n * step.times.exchange_seconds(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
     seconds_alone = np.full(len(rows), np.inf)
     for degree in {step.parallel.smallest, *step.parallel.degrees}:
         fits = rows <= degree * tokens_per_rank

@@ -116,25 +116,27 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     return [packs[i] for i in best_order]
 
 
-def least_loaded(rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int) -> list[Int64Array]:
+def least_loaded(
+    rows: Int64Array, costs: Int64Array | Float64Array, num_packs: int, *, capacity: int
+) -> list[Int64Array]:
     """Put each unit, in the order given, into the pack with the least cost that has room (Graham 1969).
 
     Args:
         rows: rows of each unit, longest first, shape (U,).
         costs: cost of each unit, shape (U,).
-        num: number of packs.
+        num_packs: number of packs.
         capacity: most rows of a pack.
 
     Returns:
         The indices of the units in each pack. A unit that fits into no pack is in the one with most room, which is then
         above the capacity (`Bins.fits`).
     """
-    slots = _Slots(rows, costs, capacity=capacity, num_slots=num, spare=0)
-    slots.deal_to_groups(list(range(len(rows))), [[slot] for slot in range(num)])
+    slots = _Slots(rows, costs, capacity=capacity, num_slots=num_packs, spare=0)
+    slots.deal_to_groups(list(range(len(rows))), [[slot] for slot in range(num_packs)])
     return slots.packs()
 
 
-def even_targets(packs: list[Int64Array], units: Units, num: int, *, bins: Bins) -> list[Int64Array]:
+def even_targets(packs: list[Int64Array], units: Units, num_packs: int, *, bins: Bins) -> list[Int64Array]:
     """Deal the units of `packs` anew so that packs have even numbers of trained tokens.
 
     Where the loss is a mean over each micro-batch, a trained token counts more in a pack with few trained tokens.
@@ -142,11 +144,11 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, bins: Bins)
     Args:
         packs: numbers of the units in each pack, none above the capacity.
         units: all units, also of other steps, with `targets`.
-        num: number of packs to make.
+        num_packs: number of packs to make.
         bins: the slots of the packs.
 
     Returns:
-        At least `num` packs. They are `packs`, with empty packs behind, if nothing more even is found.
+        At least `num_packs` packs. They are `packs`, with empty packs behind, if nothing more even is found.
 
     >>> from .costs import CostModel
     >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
@@ -158,11 +160,16 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, bins: Bins)
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
     targets = units.targets[longest_first]
-    candidates = [packs + [members[:0]] * (num - len(packs))]
+    candidates = [packs + [members[:0]] * (num_packs - len(packs))]
     dealt_anew = [
-        least_loaded(rows, targets, num, capacity=bins.capacity),
+        least_loaded(rows, targets, num_packs, capacity=bins.capacity),
         deal_documents(
-            rows, targets.astype(float), capacity=bins.capacity, world_size=num, num_slots=num, by_rank=False
+            rows,
+            targets.astype(float),
+            capacity=bins.capacity,
+            world_size=num_packs,
+            num_slots=num_packs,
+            by_rank=False,
         ),
     ]
     for dealt in dealt_anew:

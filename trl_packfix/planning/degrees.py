@@ -7,7 +7,8 @@ Ulysses, arXiv 2309.14509), which takes time. So short documents should have a d
 a high degree, so that its group ends as early as the other groups, which wait for it.
 
 `Packing.schedule` calls `schedule_groups` with a plan of packs; out comes the schedule of an epoch. A *micro-step* is
-the micro-batches of the same number on all ranks. A *unit* is a document, or a family of documents planned as one.
+the micro-batches of the same number on all ranks. A *unit* is a document, or a family of documents planned as one. Its
+*rows* are its tokens; a token that documents of a family share is one row.
 
 An optimizer step keeps its units, whatever the degrees. `UndividedStep.divide` deals them to micro-steps in the faster
 of two ways. In the first, all micro-steps have one degree, the best by the model. In the second, the units are sorted,
@@ -39,14 +40,15 @@ class GroupTimes:
     """The modelled time, in seconds, of groups of ranks that share a pack.
 
     >>> times = GroupTimes(CostModel(per_token=1e9, per_pair=0.0), Speeds())
-    >>> float(times.seconds(times.cost_model(np.array([1000])), np.array([1000]), 1)[0])  # 4e12 at 4e14/s
+    >>> costs = times.cost_model(np.array([1000]))  # FLOPs of a forward pass; a training step has 4 times as many
+    >>> float(times.seconds(costs, np.array([1000]), degree=1)[0])  # 4e12 FLOPs at 4e14 per second
     0.01
     """
 
     cost_model: CostModel
     speeds: Speeds = field(default_factory=Speeds)
 
-    def exchange(self, degree: int) -> tuple[float, float]:
+    def exchange_seconds(self, degree: int) -> tuple[float, float]:
         """Return the seconds that the exchanges of attention and scans take in one micro-step.
 
         A token sends its queries, keys and values, and gets back outputs. If the model has fewer key heads than the
@@ -57,7 +59,7 @@ class GroupTimes:
         """
         if degree == 1:
             return 0.0, 0.0
-        speeds = self.speeds  # bytes per second `within` and `between` nodes, latency of an exchange, passes of a step
+        speeds = self.speeds  # `within` and `between`: bytes per second within a node and between nodes
         ranks_inside = min(degree, speeds.ranks_per_node)  # ranks of the group on one node
         # A rank keeps 1 / degree of its bytes, and sends an equal share to each other rank of the group.
         seconds_within = (ranks_inside - 1) / degree / speeds.within
@@ -72,8 +74,9 @@ class GroupTimes:
             num_values += kind.layers * num_heads * (kind.key_dim + kind.value_dim)
         for scan in self.cost_model.mixers:
             num_layers += scan.layers
+            # `per_head` and `per_kv_head`: numbers that are exchanged for one token and one value head or key head
             num_values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
-        passes = speeds.exchanging_passes
+        passes = speeds.exchanging_passes  # forward, recomputed forward and backward exchange, so 3
         per_token = num_values * speeds.bytes_per_value * passes * seconds_per_byte
         return per_token, 2 * passes * num_layers * latency  # a layer exchanges twice, before and after
 
@@ -82,11 +85,11 @@ class GroupTimes:
 
         Args:
             costs: FLOPs of the pack of each group, on all its ranks together, shape (N,).
-            tokens: rows of the pack of each group, shape (N,).
+            tokens: tokens of the pack of each group, shape (N,).
             degree: number of ranks in a group.
         """
-        per_token, latency = self.exchange(degree)
-        # A training step has the FLOPs of `passes` forward passes.
+        per_token, latency = self.exchange_seconds(degree)
+        # A training step has the FLOPs of `passes` forward passes: of 4, because backward has the FLOPs of two
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + latency
 
 
@@ -117,10 +120,11 @@ def schedule_groups(
         parallel: the degrees that may be chosen, and the speeds of the devices.
 
     >>> from .costs import LLAMA_7B
-    >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 1, 3]), np.array([8, 4, 3]), capacity=8)
-    >>> units, bins = Units(plan.lengths, LLAMA_7B), Bins(capacity=8, world_size=2, accumulation=2)
+    >>> lengths = np.array([8, 4, 3])
+    >>> plan = PackPlan(order=np.array([0, 1, 2]), offsets=np.array([0, 1, 3]), lengths=lengths, capacity=8)
+    >>> units, bins = Units(lengths, LLAMA_7B), Bins(capacity=8, world_size=2, accumulation=2)
     >>> parallel = SequenceParallel(tokens_per_rank=4, smallest=2, degrees=(1, 2))
-    >>> schedule = schedule_groups(plan, units, 1, bins=bins, parallel=parallel)
+    >>> schedule = schedule_groups(plan, units, num_steps=1, bins=bins, parallel=parallel)
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
     ([[[0], [1]], [[0], [2]]], array([2, 1]))
     """
@@ -155,7 +159,11 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     if bins.balance == "none":
         return step.make_division(packs, degree)
     fastest = step.divide(step.members, accumulation)
-    # The planned packs always fit. They are tried, too, if dealing all units anew to groups of S ranks has failed.
+    # The planned packs, for groups of S ranks, always fit. There are three cases:
+    # - No division was found, so the planned packs are taken.
+    # - A division was found, but none with all micro-steps of degree S, although the planned packs are one. So they are
+    #   tried, too, and taken if they are faster.
+    # - A division with degree S was found. It was compared before, so the planned packs are not tried.
     if fastest is None or step.unbalanced_packs(step.members, degree, accumulation) is None:
         planned = step.make_division(step.balance(packs, degree, accumulation), degree)
         if fastest is None or planned.seconds < fastest.seconds:
@@ -228,9 +236,11 @@ class UndividedStep:
         """Return a lower bound, in seconds, of the modelled time of every division of these units with this degree."""
         rows = self.units.rows[members]
         costs = self.units.costs(degree)[members]  # FLOPs on all ranks of a group together
-        even = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)
-        longest = self.times.seconds(costs, rows, degree).max()
-        return float(max(even[0] * degree / self.bins.world_size, longest))
+        # No division takes less time than all units on one group would, divided by the W / degree groups of a
+        # micro-step. And none takes less time than the unit that takes most.
+        on_one_group = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)
+        slowest_unit = self.times.seconds(costs, rows, degree).max()
+        return float(max(on_one_group[0] * degree / self.bins.world_size, slowest_unit))
 
     def divide_with_degree(self, members: Int64Array, degree: int, num_micro_steps: int) -> DividedStep | None:
         """Divide units among micro-steps of this degree, balanced over groups."""
@@ -240,15 +250,21 @@ class UndividedStep:
         return self.make_division(self.balance(packs, degree, num_micro_steps), degree)
 
     def unbalanced_packs(self, members: Int64Array, degree: int, num_micro_steps: int) -> list[Int64Array] | None:
-        """Put units into packs for groups of one degree, at most one pack for each group and micro-step."""
+        """Put units into packs for groups of one degree, at most one pack for each group and micro-step.
+
+        Their costs are evened out as far as one pass over the units does it; `balance` evens them out further. The
+        result is None if some unit is longer than a pack, or if neither of two ways to pack fits.
+        """
         rows = self.units.rows[members]
         bins = self._bins_of(degree, num_micro_steps)
         if rows[0] > bins.capacity or rows.sum() > bins.num_slots * bins.capacity:
             return None
         costs = self.units.costs(degree)[members]
+        # First way: each unit into the cheapest pack with room. A unit that fits nowhere makes one too full
         packs = [members[pack] for pack in least_loaded(rows, costs, bins.num_slots, capacity=bins.capacity)]
         if bins.fits(packs, self.units):  # no pack is above the capacity
             return packs
+        # Second way: as few packs as best-fit decreasing needs
         best_fit, sizes = best_fit_decreasing(rows, bins.capacity)
         packs = np.split(members[best_fit], np.cumsum(sizes)[:-1])
         return packs if len(packs) <= bins.num_slots and bins.fits(packs, self.units) else None
@@ -263,8 +279,8 @@ class UndividedStep:
             self.bins,
             capacity=degree * self.parallel.tokens_per_rank,
             accumulation=num_micro_steps,
-            world_size=self.bins.world_size // degree,
-            degree=degree,
+            world_size=self.bins.world_size // degree,  # groups, which take the place of ranks
+            degree=degree,  # the cost of a unit depends on it
             synchronisation="micro",  # the ranks of a group wait for each other in every layer
         )
 
@@ -282,12 +298,12 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
 
     Returns:
         The seconds of the slowest group of each micro-step, and the mean over ranks of the seconds in exchanges; both
-        of shape (S*G,), for S optimizer steps.
+        of shape (micro-steps,).
     """
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds = np.zeros(len(schedule.degrees))
     exchange = np.zeros(len(schedule.degrees))
-    slot_tokens = schedule.slot_sums(units.rows)  # rows of the pack in each slot, shape (S*G, W)
+    slot_tokens = schedule.slot_sums(units.rows)  # tokens of the pack in each slot, (micro-steps, W)
     for degree in np.unique(schedule.degrees).tolist():
         micro_steps = np.flatnonzero(schedule.degrees == degree)
         first_ranks = slice(None, None, degree)  # the first rank of each group, whose slot holds the pack

@@ -139,14 +139,16 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
         bins: the slots of a step, and how units are dealt to them.
 
     >>> from .costs import LLAMA_7B
-    >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 2, 4]), capacity=5)
-    >>> schedule = schedule_packs(plan, Units(plan.lengths, LLAMA_7B), 1, bins=Bins(capacity=5, world_size=2))
+    >>> lengths = np.array([3, 2, 4])
+    >>> plan = PackPlan(order=np.array([0, 1, 2]), offsets=np.array([0, 2, 3]), lengths=lengths, capacity=5)
+    >>> bins = Bins(capacity=5, world_size=2)
+    >>> schedule = schedule_packs(plan, Units(lengths, LLAMA_7B), num_steps=1, bins=bins)
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
     [[[0, 1]], [[2]]]
     """
     steps = packs_of_steps(plan, units.rows, num_steps, bins=bins)
     if bins.evens_targets:  # packs should have even numbers of trained tokens
-        steps = (even_targets(step, units, len(step), bins=bins) for step in steps)
+        steps = (even_targets(step, units, num_packs=len(step), bins=bins) for step in steps)
     elif bins.balance == "step":  # the ranks of a step should finish together
         steps = (balance_packs(step, units, bins) for step in steps)
     no_units = np.zeros(0, np.int64)
@@ -187,8 +189,9 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     as many micro-batches as in the unpacked run, because the user's loss may be a mean per micro-batch.
 
     The units always fit. Let B be the batch size of the unpacked run. A step of S' = G * W slots has at most S' * B
-    documents, and each has at most `capacity / B` tokens. In a unit of several documents, every document after the
-    first shares at least half of its rows, so a unit of k documents has at most (k + 1) / 2 * capacity / B rows.
+    documents, and each has at most `capacity / B` tokens. In a unit of several documents, the first document has a row
+    for each token, and every further document adds a row for at most half of its tokens. So a unit of k documents has
+    at most (1 + (k - 1) / 2) * capacity / B rows, which is (k + 1) / 2 * capacity / B. `_few_packs` proves the rest.
 
     Args:
         units: all units of the epoch.
@@ -209,8 +212,9 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
         """Return a pack for each slot of a step with these units."""
         packs = _few_packs(members, units, bins)
         if bins.evens_targets:
+            # As many packs as the unpacked run has micro-batches with a document
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
-            packs = even_targets(packs, units, num_filled, bins=bins)
+            packs = even_targets(packs, units, num_packs=num_filled, bins=bins)
             return packs + [members[:0]] * (bins.num_slots - len(packs))
         if bins.balance == "step":
             filled_micro_batches = len(packs) // bins.world_size
@@ -235,32 +239,39 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
     plan = plan_bfd(rows, bins.capacity, rng=None)  # best-fit decreasing; the order of the packs is not drawn
-    # The units need at most S' packs, since all packs but the last have at least B documents. (`schedule_steps` defines
-    # B and S', and bounds the rows of a unit.) A pack of m >= B units has at least m documents. A pack of m < B units
-    # had no room for the unit that opened the last pack, which is no longer than any of the m. So it has more than
-    # m / (m + 1) * capacity rows, and more than 2 m B / (m + 1) - m >= B - 1 documents.
+    # The units need at most S' packs. (`schedule_steps` defines B and S', and bounds the rows of a unit.) The step
+    # has at most S' * B documents, so it suffices that every pack but the last has at least B documents. Take such a
+    # pack, of m units.
+    # - If m >= B, it has at least B documents, because each unit has at least one.
+    # - If m < B, the pack had no room for the unit that opened the last pack. That unit is no longer than any of the m
+    #   units, so the m units fill more than m / (m + 1) of the capacity. By the bound, units with d documents together
+    #   have at most (d + m) / 2 * capacity / B rows. So d > 2 m B / (m + 1) - m, which is at least B - 1 for
+    #   1 <= m < B: the pack has at least B documents.
     assert plan.num_packs <= bins.num_slots
-    num = -(-plan.num_packs // bins.world_size) * bins.world_size
-    # The costs are the rows, too: the longest unit first, each into the pack with the fewest rows.
-    even_packs = [longest_first[pack] for pack in least_loaded(rows, rows, num, capacity=bins.capacity)]
+    num_packs = -(-plan.num_packs // bins.world_size) * bins.world_size
+    # Put each unit, the longest first, into the pack with the fewest rows: rows take the place of costs here
+    even_packs = [
+        longest_first[pack] for pack in least_loaded(rows, costs=rows, num_packs=num_packs, capacity=bins.capacity)
+    ]
     if bins.fits(even_packs, units):  # no pack is above the capacity
         return even_packs
     packs = np.split(longest_first[plan.order], plan.offsets[1:-1])
-    return packs + [members[:0]] * (num - plan.num_packs)
+    return packs + [members[:0]] * (num_packs - plan.num_packs)
 
 
-def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
-    """Extend `packs` to `num` packs, and move a unit to each empty pack, because the Trainer runs all of them.
+def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> list[Int64Array]:
+    """Extend `packs` to `num_packs` packs, and move a unit to each empty pack, because the Trainer runs all of them.
 
     The shortest units are moved, but no pack loses its last unit. So a pack stays empty if there are too few units.
     """
-    unit_lists = [pack.tolist() for pack in packs] + [[] for _ in range(num - len(packs))]
+    unit_lists = [pack.tolist() for pack in packs] + [[] for _ in range(num_packs - len(packs))]
     empty_packs = [units for units in unit_lists if not units]
     # Of units with equal rows, the first units of all packs come first, then the second units of all packs, and so on.
     candidates = sorted(
         (int(rows[unit]), place, i, unit) for i, units in enumerate(unit_lists) for place, unit in enumerate(units)
     )
-    # A generator, because packs lose units while it is read
+    # This generator is read while the loop below takes units away. So its condition, that the pack of a unit has more
+    # than one unit, is tested when the unit is about to move, and no pack loses its last unit
     movable = ((i, unit) for _, _, i, unit in candidates if len(unit_lists[i]) > 1)
     for empty_pack, (i, unit) in zip(empty_packs, movable, strict=False):
         empty_pack.append(unit)
@@ -268,8 +279,8 @@ def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num: int) -> li
     return [np.array(units, dtype=np.int64) for units in unit_lists]
 
 
-def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
-    """Halve the packs with the most rows until there are `num` packs, or no pack has two units.
+def split_up_to(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> list[Int64Array]:
+    """Halve the packs with the most rows until there are `num_packs` packs, or no pack has two units.
 
     Only packs of several units can be halved, so halves hold short units. Halves of different packs should not come
     together in the epoch. So both halves take the place of their pack. Of packs with equal rows, the pack whose first
@@ -278,13 +289,13 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
     Args:
         packs: numbers of the units in each pack.
         rows: rows of each unit, by its number.
-        num: number of packs to make.
+        num_packs: number of packs to make.
 
     >>> packs = [np.array([3]), np.array([1, 0, 2]), np.array([4, 5])]
     >>> [pack.tolist() for pack in split_up_to(packs, np.array([2, 3, 1, 9, 3, 2]), 4)]
     [[3], [1], [0, 2], [4, 5]]
     """
-    if len(packs) >= num:
+    if len(packs) >= num_packs:
         return packs
 
     def heap_entry(i: int) -> tuple[int, int, int]:
@@ -295,11 +306,13 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
     heapq.heapify(heap)
     packs = list(packs)
     places = list(range(len(packs)))  # the place of each pack in the result; two halves have one place
-    while len(packs) < num and heap:
+    while len(packs) < num_packs and heap:
         *_, i = heapq.heappop(heap)
         longest_first = packs[i][np.argsort(-rows[packs[i]], kind="stable")]
         sorted_rows = rows[longest_first]
-        first_half, second_half = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
+        first_half, second_half = least_loaded(
+            sorted_rows, costs=sorted_rows, num_packs=2, capacity=int(sorted_rows.sum())
+        )
         packs[i] = longest_first[first_half]
         packs.append(longest_first[second_half])
         places.append(places[i])
