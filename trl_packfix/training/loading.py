@@ -15,7 +15,7 @@ The training set is a `Source` (`source.py`): a table (`table_source.py`) or a s
 Words: a *row* is an example of the tokenised dataset; a *document* is one training example, a row or a part of a row; a
 *pack* is one sequence of several documents that the model reads together. A *table* is a `datasets.Dataset`, a *stream*
 an `IterableDataset`. A *feature* (`feature.py`) is an option with a folder of its own, such as `share_prefixes`.
-Documents *share rows* if their common beginning is in a pack once. The *engine* is DDP, DeepSpeed or FSDP.
+Documents *share token rows* if their common beginning is in a pack once. The *engine* is DDP, DeepSpeed or FSDP.
 """
 
 import logging
@@ -123,13 +123,15 @@ class TrainingData(TrainerPart):
         """Read the training set, and prepare the model for packs."""
         trainer = self._trainer
         args = self.args
-        # First, check the engine and find the place of this rank. Under tensor parallelism, `declare_whole_sizes`
-        # corrects the sizes of adapters. Threads that exchange data must have ended when this process ends
+        # First, check the engine and find the place of this rank. Under tensor parallelism, peft gives an adapter the
+        # sizes of the shard on this rank, and `declare_whole_sizes` sets the sizes of the whole matrix. Threads that
+        # exchange data must have ended when this process ends
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
         declare_whole_sizes(trainer.model)
         if args.world_size > 1:
             wait_for_threads_at_exit()
+        # TRL then divides by a count of all labels; `_loss_shifts_labels` is True where it leaves the first label out
         self.trl_counts_first_labels = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
         # Second, make the collators
@@ -146,8 +148,10 @@ class TrainingData(TrainerPart):
         # images, so it is proved here that their texts are in the tokens
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
-            image_support().check_texts(dataset, name, per_turn=args.per_turn)  # without images it does nothing
+            # Refuse images beside `conversations`, a form of text that TRL's collator cannot read
+            image_support().check_texts(dataset, name, per_turn=args.per_turn)
             if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
+                # Prove that every text is in the tokens once
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
                 self.data_report = report if dataset is trainer.train_dataset else self.data_report
         self._read_training_set()
@@ -179,10 +183,14 @@ class TrainingData(TrainerPart):
         self.source.read(dataset)
         keys = self.value_columns
         if keys and not args.packing:
-            # Unpacked rows hold the values of the two columns. In a batch of a table, a source is its number
+            # Unpacked rows hold the values of the two columns. All sources of a table are known before training, so a
+            # batch has their numbers. The sources of a stream are numbered as they are read (`numbered_sources`), so
+            # there the batch has their names
             source_numbers = {value: number for number, value in enumerate(self.source.row_values.column_values)}
-            names_sources = self.source.numbered_sources is not None
-            self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, source_numbers, names_sources)
+            is_numbered_later = self.source.numbered_sources is not None
+            self._trainer.data_collator = RowValuesCollator(
+                self.padded_collator, keys, source_numbers, names_sources=is_numbered_later
+            )
 
     def trained_line(self) -> str:
         """Return a line for the log that says what is trained without packing.
@@ -209,7 +217,9 @@ class TrainingData(TrainerPart):
         if args.packing:
             checks.check_replacement(dataset, self._dataset_read, self.vocab_size)
             if isinstance(dataset, Dataset):
+                # Remove a `completion_mask` that `completion_only_loss` tells TRL not to read
                 trainer.train_dataset = without_ignored_mask(dataset, trainer.completion_only_loss)
+        # The settings that depend on the dataset; `prepare_run` has checked the settings of the engine
         refuse_conflicts(
             checks.settings_of_trainer(type(trainer), {"args": args, "model": trainer.model, "train_dataset": dataset})
         )
@@ -230,6 +240,7 @@ class TrainingData(TrainerPart):
     @property
     def packing_arguments(self) -> dict[str, Any]:
         """The arguments of `make_planner` and `packing_of` (`planner.py`) that the config does not have."""
+        # `names`: the methods and functions of the user that compute a loss or a step
         has_user_loss = bool(self._trainer.user_code.names)
         return {
             "cost_model": self.cost_model,
@@ -237,7 +248,8 @@ class TrainingData(TrainerPart):
             # Whether ranks wait for each other in every micro-batch, or once in an optimizer step
             "synchronisation": checks.synchronisation(self._trainer.accelerator, base_model(self._trainer.model)),
             "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
-            # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens
+            # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens. With
+            # `balance="none"` documents stay in the packs that the strategy has planned
             "evens_targets": has_user_loss and self.args.balance == "step",
         }
 
@@ -270,12 +282,15 @@ class TrainingData(TrainerPart):
         """
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:
-            # This collator pads packs to the capacity, the most tokens of a pack. `auto_find_batch_size` may have
-            # lowered it. `PLAIN` is no feature
+            # The collator pads packs to the capacity, the most tokens of a pack, which `auto_find_batch_size` may have
+            # lowered since the collator was made. So it is made again. If the proof has shown that the model cannot
+            # compute shared token rows, the new collator shares none: it is made with `PLAIN`, which is no feature
             feature = features_of(self.args) if self.shares_rows else PLAIN
             collate = self.packed_collator(self._trainer._train_batch_size, feature)
         if keys:
-            collate = RowValuesCollator(collate, {key: key for key in keys}, names_sources=names_sources)
+            # Documents hold weights and sources under the keys of the batch, and not under the names of columns
+            document_keys = {key: key for key in keys}
+            collate = RowValuesCollator(collate, document_keys, names_sources=names_sources)
         # On CUDA the documents of a pack are sorted by length, and attention is launched on groups of similar length.
         # With `torch_compile` they are not sorted, because the compiler would trace each grouping anew.
         sorts_by_length = self.args.device.type == "cuda" and not self.args.torch_compile
@@ -285,7 +300,7 @@ class TrainingData(TrainerPart):
         """Return the collator of packs of up to `batch_size * max_length` tokens.
 
         With `pad_documents_to_multiple_of`, every pack is padded to the capacity, so that all packs have one length.
-        `feature.make_collator` returns a collator that computes common beginnings once, if the feature is on.
+        If prefixes are shared, `feature.make_collator` returns a collator whose packs have common beginnings once.
         """
         args = self.args
         multiple = args.pad_to_multiple_of
@@ -301,7 +316,8 @@ class TrainingData(TrainerPart):
         )
         text_collator = feature.make_collator(
             text_collator,
-            # A router sees every token, also a token on whose output no document is trained
+            # No loss reads the output of the last token of a document, so where token rows are shared, a document may
+            # lack the row of that token. A router loss counts every token, so with it the row stays
             keeps_last_rows=self._trainer.aux_loss_enabled,
             compare=self.reading.compare,  # what two documents must have in common; None: their tokens
         )
@@ -309,10 +325,10 @@ class TrainingData(TrainerPart):
 
     @property
     def shares_rows(self) -> bool:
-        """Whether documents of packs share rows.
+        """Whether documents of packs share token rows.
 
-        It is set to False if the proof shows that the model cannot compute shared rows. This must be before the first
-        batch: the workers of loaders get a copy of the collator when they start, at the first batch.
+        It is set to False if the proof shows that the model cannot compute shared token rows. This must be before the
+        first batch: the workers of loaders get a copy of the collator when they start, at the first batch.
         """
         return self._text_collator.shares
 
@@ -347,7 +363,9 @@ class TrainingData(TrainerPart):
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
             model = base_model(self._trainer.model)
-            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=self.reading.is_text_only))
+            # Unpacked documents of text are embedded longest first, and documents with images in the order of the pack
+            sorts_rows = self.reading.is_text_only
+            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=sorts_rows))
         packed_model = PackedModel(
             self._trainer.model,
             self.attention_dtype,
@@ -356,12 +374,14 @@ class TrainingData(TrainerPart):
             on_leak=args.on_leak,
             enforce_flash_attention=args.enforce_flash_attention,
             own_hooks=hooks,
-            shares_packs=args.tokens_per_rank is not None,
+            shares_packs=args.tokens_per_rank is not None,  # sequence parallelism: a pack may be on several ranks
             feature=features_of(args, self.reading.feature),
         )
-        # Proofs of an earlier start with an equal model and engine are read from the folder of the cached documents
+        # Proofs of an earlier start with an equal model and engine are read from the folder of the cached documents.
+        # Saved proofs hold for text only. So none is read if a processor makes the tokens of rows with images, which
+        # are then not stored in the dataset
         folder = self.source.cache_folder
-        if folder is not None and self.reading.has_stored_tokens:  # a remembered proof knows no processor
+        if folder is not None and self.reading.has_stored_tokens:
             plugin = self._trainer.accelerator.state.deepspeed_plugin
             engine = (self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config)
             packed_model.recall = RememberedProofs(folder, (engine, args.torch_compile)).recall
