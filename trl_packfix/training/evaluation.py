@@ -110,21 +110,27 @@ class Evaluation(TrainerPart):
     def _packs_evaluation(self, needs_logits: bool) -> bool:
         """Return whether an evaluation runs on packs; otherwise it runs on padded batches.
 
-        A model that is not proved yet is proved first.
+        A model that is not proved yet is proved first. There are three cases:
+
+        - Settings ask for padded batches, or logits are needed: the evaluation runs on padded batches.
+        - Training is not packed: the evaluation runs on packs. `_packs_accepted` proves the model.
+        - Training is packed: the evaluation runs on packs if the model is proved.
         """
         returns_logits = needs_logits and not self.args.prediction_loss_only
         if not self.args.packs_evaluation or returns_logits:
             return False
         if not self.args.packing:
-            return True  # `_packs_accepted` proves the model, and lets it accept packs during the evaluation only
+            return True  # `_packs_accepted` lets the model accept packs during the evaluation only
         packed_model = self._trainer.packed_model
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
         # Then padded batches are evaluated, which give the same metrics.
         if not (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
             # `attending`: the model has the attention that reads the boundaries of documents
             with packed_model.attending(), self._trainer.compute_loss_context_manager():
-                if packed_model.isolation is None:
+                if packed_model.isolation is None:  # the model was not tested yet
                     packed_model.prove(self._trainer.model)
+            # Without a feature, after a failed proof of the model, and after a failed proof of the feature, this does
+            # nothing
             if not packed_model.feature_is_proved:
                 prove_feature(self._trainer, self._data, self._trainer.model)
         return packed_model.is_proved
@@ -132,9 +138,12 @@ class Evaluation(TrainerPart):
     @property
     def _packing_feature(self) -> Feature:
         """The feature that packs of an evaluation have. It may plan documents in another way than in training."""
-        # TRL's loop, with a loss of the user, expects one label per position. So documents share no prefix there
+        # A loss of the user reads one label for each token row. A token row that several documents share can have more
+        # than one next token, and so more than one label. So with such a loss documents share no prefix
         shares = self._data.shares_rows and self.replaces_trl_metrics
-        return features_of(self.args).in_evaluation(can_sort=self._data.reading.has_stored_tokens, shares=shares)
+        # Documents that begin alike are found by sorting documents by their tokens, which must be stored for this
+        can_sort = self._data.reading.has_stored_tokens
+        return features_of(self.args).in_evaluation(can_sort=can_sort, shares=shares)
 
     def _read_documents(self, dataset: Dataset) -> DocumentDataset:
         """Return the documents of a set, with their sources if the set has the column. Refuse bad sources."""
@@ -154,7 +163,8 @@ class Evaluation(TrainerPart):
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
         pad_token_id = self._trainer._tokenizer.pad_token_id
-        # If rows are turns with images, each has the source of its conversation
+        # `values` has a source for each row of the set. If a row is a conversation whose turns are documents,
+        # `reader.conversations` has the row of each turn; otherwise it is None, and `select` keeps all values
         return DocumentDataset(reader, documents, pad_token_id, values=values.select(reader.conversations))
 
     def check_evaluation_sets(self) -> None:
@@ -256,7 +266,8 @@ class Evaluation(TrainerPart):
             self._data.reading.check_padded(document_dataset.reader)  # images under ZeRO-3 and FSDP
             collate = self._data.reading.padded_collator(self._data.padded_collator)
         if document_dataset.values.sources is not None:
-            collate = RowValuesCollator(collate, {SOURCES: SOURCES})
+            # Documents hold their source under the key of the batch, and not under the name of a column
+            collate = RowValuesCollator(collate, keys={SOURCES: SOURCES})
         return self._data.make_loader(document_dataset, sampler, collate)
 
     def evaluate_set(
@@ -359,14 +370,17 @@ class Evaluation(TrainerPart):
         if self.args.packing:
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
-        layout = layout_of(inputs)
+        layout = layout_of(inputs)  # tells which token belongs to which document, in packs and in padded batches
         with torch.no_grad(), self._trainer.compute_loss_context_manager():
             # First case: only the loss, of packs or of padded batches
             if loss_only:
                 if self._trainer.aux_loss_enabled:
                     inputs["output_router_logits"] = True
+                # `router_logits` is a list. The forward fills it where the model's own router loss would be wrong
                 with objective.router_logits(inputs, layout) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
+                # `targets`: which outputs predict a trained token, and of which document. `targets.trained`: the number
+                # of trained tokens of each document
                 targets = layout.targets(outputs.label_mask)
                 if self._trainer.aux_loss_enabled:
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
@@ -374,7 +388,9 @@ class Evaluation(TrainerPart):
                     # value is multiplied by their number before the mean over ranks is taken
                     aux_loss = self._trainer.accelerator.gather(layout.group.size * aux_loss).mean().item()
                     self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
-                return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
+                # `add` adds the batch to the totals, and returns its mean loss
+                mean_loss = self._totals.add(outputs, targets, objective.sources_of(targets))
+                return mean_loss.float(), None, None
 
             # Second case: the logits of padded batches, too
             labels = inputs.pop("labels", None)
