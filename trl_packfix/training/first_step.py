@@ -78,8 +78,9 @@ FINE_LOSS_GAP = 1e-4  # a relative gap of losses below this limit is accepted wi
 FINE_GRADIENT_GAP = 1e-3
 # Attributes of the trainer that the comparison sets, and restores at its end
 SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")
-# As `SMALL_SHARE`, in half precision: there a small gradient, such as the gradient of a bias in front of attention, is
-# mostly a sum of rounding errors.
+# If the norm of a parameter's gradient is less than this share of the norm of the whole gradient, its gap is relative
+# to this share of the whole gradient. `SMALL_SHARE` is used in fp32, and this larger share in half precision: there a
+# small gradient, such as the gradient of a bias in front of attention, is mostly a sum of rounding errors
 SMALL_IN_HALF = 3e-2
 
 logger = logging.get_logger(__name__)
@@ -150,7 +151,8 @@ class FirstStep:
         model = self._probe.model
         self._unwrapped_model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         unwrapped_probe = self._probe if self._unwrapped_model is model else self._make_probe(self._unwrapped_model)
-        # Whether a forward pass of the unwrapped model waits for other ranks, as with FSDP and tensor parallelism
+        # Whether a forward pass of the unwrapped model waits for other ranks. FSDP2 and tensor parallelism divide the
+        # parameters of a model in place, so for the probe a model without a wrapper may have an engine
         self._has_collectives = self._trainer.accelerator.num_processes > 1 and unwrapped_probe.has_engine
         named_parameters = base_model(self._trainer.model).named_parameters()
         trained_parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
@@ -173,12 +175,14 @@ class FirstStep:
             gaps = self._measure_gaps(packed, unpacked)
             dtype = self._data.attention_dtype
             # Under FSDP2 in half precision the logits of the model's own LM head are rounded to half precision, and the
-            # logits in the packed loss are not
-            rounds_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
-            fine_loss = torch.finfo(dtype).eps if rounds_logits else FINE_LOSS_GAP
+            # logits in the packed loss are not. Then losses may differ by the rounding of one number, `eps`
+            rounds_unpacked_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
+            fine_loss = torch.finfo(dtype).eps if rounds_unpacked_logits else FINE_LOSS_GAP
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
-            # The limits are the fine gaps. If a gap is above them, the packed step is repeated with values that are
-            # rounded otherwise, and the limits are raised to the gaps between these steps
+            # The limits are the fine gaps. If a gap is above them, the packed step is repeated while every number in
+            # the output of a module is moved by half a unit of its last digit, up or down at random. The limits are
+            # raised to the gaps between these steps. `by_channel`: all tokens move alike in a channel (a column of the
+            # output), because similar tokens are rounded alike, which adds up in the gradient of a bias
             limits = self._probe.limits_of_rounding(
                 gaps,
                 [fine_loss, fine_gradients],
@@ -197,12 +201,13 @@ class FirstStep:
                         problem = self._describe_difference(packs, packed, unpacked, limits=limits)
         self._trainer.model.zero_grad(set_to_none=True)
 
-        # Fourth, prepare `compare_longer`. If a forward pass does not wait for other ranks, each rank compares its own
-        # long documents on the unwrapped model
+        # Fourth, prepare `compare_longer`. If forward passes of the unwrapped model do not wait for other ranks, each
+        # rank compares its own long documents on this model. The new probe must silence the same modules: those that
+        # the first probe has seen to draw random numbers
         longest_on_rank = max(document_length(document) for pack in packs for document in pack)
         self.longest_compared = self._max_over_ranks(longest_on_rank)
         if not self._has_collectives:
-            unwrapped_probe.drawing_modules = self._probe.drawing_modules  # the modules that draw random numbers
+            unwrapped_probe.drawing_modules = self._probe.drawing_modules
             self._probe = unwrapped_probe
 
         # Last, describe the gaps in a line of the report
@@ -235,7 +240,9 @@ class FirstStep:
     def _compares_gradients(self) -> bool:
         """Whether gradients can be read after each backward pass, before an engine or an optimizer changes them."""
         trainer = self._trainer
-        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED or self._objective.summed_by_ranks:
+        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return False
+        if self._objective.summed_by_ranks:  # parameters whose gradients tensor parallelism sums in each backward
             return False
         if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
@@ -266,7 +273,9 @@ class FirstStep:
         documents, group = self._data.source.first_documents(NUM_CANDIDATES)
         # Only documents with a trained token and a weight change the model
         documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
-        if self._has_collectives:  # all ranks must run the same parts of the model, such as a vision tower
+        if self._has_collectives:
+            # All ranks must run the same parts of the model, such as a vision tower. So they keep only documents with
+            # images if every rank has one, and else only documents without. The sum counts the ranks that have one
             documents = self._data.reading.select_alike_on_ranks(documents, self._sum_over_ranks)
         first_pack = choose_documents(documents)
         second_pack = [max(first_pack, key=document_length)] if group.is_alone else first_pack[1:]
@@ -281,7 +290,8 @@ class FirstStep:
         value_keys = [WEIGHTS] if self._trainer.args.weight_column else []
         collate = self._data.training_collator(value_keys)
         batches = [self._probe.move_batch(collate(pack)) for pack in packs]
-        if self._data.ranks.may_share_packs:
+        if self._data.ranks.may_share_packs:  # sequence or tensor parallelism: several ranks have one pack
+            # Raise if ranks that must have the same pack have different packs
             check_same_packs(batches, self._data.ranks.copies)
         num_items = trainer._get_num_items_in_batch(batches, trainer.accelerator.device)
         trainer.current_gradient_accumulation_steps = len(batches)
@@ -298,6 +308,7 @@ class FirstStep:
             is_under_ddp = self._unwrapped_model is not model
             with trainer.accelerator.no_sync(model) if is_under_ddp and not is_last else nullcontext():
                 losses.append(self._training_step(model, batch, num_items))
+        # As for its gradients, the trainer multiplies the loss of a rank so that the mean over ranks is the loss of all
         loss = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
         return _StepGradients(float(loss), self._gradient_products(is_reduced=True))
 
@@ -352,6 +363,7 @@ class FirstStep:
                 for pack in packs:
                     router_loss = group.count_once(self._router_loss(pack))
                     loss += self._run_backward(router_loss * trainer.router_aux_loss_coef / num_packs)
+        # Here no loss is multiplied, so ranks are summed. Copies have counted the same documents
         return _StepGradients(self._sum_over_ranks(loss) / copies, self._gradient_products(is_reduced=False))
 
     def _row_losses(self, documents: list[Document]) -> Tensor:
@@ -373,7 +385,8 @@ class FirstStep:
         with trainer.compute_loss_context_manager():
             if not self._objective.fused_head_is_exact:
                 # `check_fused_head` has warned that the logits of the model's own LM head differ from the logits of the
-                # fused LM head. So the fused LM head computes the reference, too
+                # fused LM head. So the fused LM head computes the reference, too: the negative log-likelihood,
+                # whatever `loss_type` and label smoothing are
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
                 return -self._unwrapped_model(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
             logits = self._unwrapped_model(**row).logits[:, : labels.shape[1]]
@@ -425,6 +438,7 @@ class FirstStep:
         if largest_of_ranks(upper_bound) < 2 * self.longest_compared:
             return
         candidates = (longest_of(batch) for batch in plain_batches)
+        # A rank without a document must run forward passes, too, so it takes a random document of two tokens
         document = max(candidates, key=len, default=self._probe.tokens(2))
         longest = largest_of_ranks(len(document))
         if longest < 2 * self.longest_compared:  # with constant shapes `max_length_q` is `max_length` in every batch
