@@ -63,9 +63,11 @@ def make_report(
         _, uncut_lengths = packed_rows  # the lengths of the documents in its rows
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    costs = rank_costs(unit_schedule, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
+    step_costs = rank_costs(unit_schedule, units.costs())  # FLOPs, (steps, micro-batches of a step, ranks)
+    costs = step_costs.reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()  # (micro-steps, ranks)
     sample = None
     if with_packs:
+        # A report is saved and published, so it has the lengths of the documents in packs, and not their tokens
         packs = [pack.without_tokens() for pack in first_packs(planner, reader)]
         sample = PlanSample(packs, costs, _count_fills(unit_schedule, units, planner))
     num_trained = int(documents.trained.sum())
@@ -79,6 +81,7 @@ def make_report(
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
         num_trained_tokens=num_trained,
+        # The unpacked loss as a multiple of the packed loss: both divide an equal sum, by counts that may differ
         unpacked_loss=num_trained / unpacked_divisor,
         num_packs=plan.num_packs if plan else None,
         lower_bound=plan.lower_bound if plan else None,
@@ -145,8 +148,9 @@ def _count_fills(schedule: Schedule, units: Units, planner: EpochPlanner) -> lis
         planner: the planner that made both.
     """
     degrees = schedule.degrees[:, None]  # number of ranks that share each pack
-    rows = schedule.slot_sums(units.rows)  # rows of the pack in each slot, (micro-steps, ranks)
-    fills = rows / (planner.packing.parallel.tokens_per_rank * degrees)
+    # `rows` of a unit: its tokens, of which a token that several documents share counts once
+    pack_tokens = schedule.slot_sums(units.rows)  # tokens of the pack in each slot, (micro-steps, ranks)
+    fills = pack_tokens / (planner.packing.parallel.tokens_per_rank * degrees)
     is_first_of_group = np.arange(schedule.world_size) % degrees == 0  # the slot of this rank has the pack
     bins = (NUM_FILLS * fills[is_first_of_group]).astype(int).clip(max=NUM_FILLS - 1)
     return np.bincount(bins, minlength=NUM_FILLS).tolist()
