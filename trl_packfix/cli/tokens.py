@@ -45,7 +45,7 @@ TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remo
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer with this name or folder; raise ValueError if it cannot be loaded."""
-    with setting_named(name, TOKENIZER):
+    with setting_named(name, TOKENIZER):  # errors become a ValueError with this name and with the advice `TOKENIZER`
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
@@ -61,7 +61,8 @@ def tokenise(
     already, `labels` are made from its masks of trained tokens. Bad rows have no tokens, and a column with the reason.
 
     Args:
-        tokenizer: None for a dataset that is tokenised already.
+        tokenizer: None if the dataset must be tokenised already. If a tokenised dataset comes with a tokenizer, its
+            ids are checked against the vocabulary.
 
     Raises:
         ValueError: text comes without a tokenizer, or the tokens cannot be right.
@@ -79,8 +80,12 @@ def tokenise(
         )
     else:
         check_id_range(dataset)
-    masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
-    masks = [] if "labels" in dataset.column_names else masks
+    # There are three cases. If the dataset has labels, they are kept. If it has masks of trained tokens, labels are
+    # made from the masks, except from a `completion_mask` that `completion_only_loss` tells TRL not to read. Otherwise
+    # all tokens are trained
+    masks = []
+    if "labels" not in dataset.column_names:
+        masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
     for name in masks:
         TokenReader(dataset.select_columns(["input_ids", name]))  # refuses masks that are not as long as the tokens
     if masks:
@@ -100,22 +105,22 @@ def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
     return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
-def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> RowReader:
+def measure_images(dataset: Dataset, model: str | None, config: SFTConfig) -> RowReader:
     """Return the documents of rows with images, as `SFTTrainer` measures them: with the processor of a model.
 
     Args:
-        name: the model.
+        model: the name or folder of the model; None if none was given.
 
     Raises:
         ValueError: there is no model, or it has no processor.
     """
     processor = None
-    if name is not None:
-        with setting_named(name, MODEL_HELP):
-            processor = AutoProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    if model is not None:
+        with setting_named(model, MODEL_HELP):
+            processor = AutoProcessor.from_pretrained(model, trust_remote_code=config.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
         column = next(column for column in IMAGES if column in dataset.column_names)
-        cause = "no model was given" if name is None else f"`{name}` has a tokenizer only"
+        cause = "no model was given" if model is None else f"`{model}` has a tokenizer only"
         raise ValueError(
             f"The dataset of {count_of(len(dataset), 'row')} has the column `{column}`, and {cause}. The number of "
             "tokens of an image depends on the processor. Set `--model` to the name or the folder of the model with a "
@@ -135,14 +140,16 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
         ValueError: the datasets cannot be read, or cannot be joined to one table.
     """
     training_config = configs.training
-    model = tokenizer or configs.model.model_name_or_path
+    # Both loaders accept either name: the tokenizer of rows of text, and the processor of rows with images
+    processor_name = tokenizer or configs.model.model_name_or_path
     lengths = []  # of the documents of each file of lengths, in tokens
     text_tables = []  # tables of tokens
     image_tables = []  # tables of rows with images, as they were read
     turn_counts = None  # of all tables together
     for name in configs.table_names:
         print(f"Reading {name}", file=sys.stderr)
-        with in_utf8(name):
+        with in_utf8(name):  # the error for bytes that are no UTF-8 names the file
+            # None if the file is no file of lengths, or if `name` is a dataset on the hub
             lengths_in_file = None if configs.mixture.datasets else read_lengths(Path(name))
         if lengths_in_file is not None:
             check_split(name, configs.script.dataset_train_split)
@@ -160,14 +167,17 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
         is_tokenised = "input_ids" in rows.column_names
         needs_processor = has_images(rows) and not is_tokenised
         description = " of tokens" if is_tokenised else ""
-        if not is_tokenised and model is not None:
-            description = f", which {model} {'processes' if needs_processor else 'tokenises'}"
+        if not is_tokenised and processor_name is not None:
+            description = f", which {processor_name} {'processes' if needs_processor else 'tokenises'}"
         print(f"Read {name}: {count_of(len(rows), 'row')}{description}", file=sys.stderr)
         if needs_processor:
             image_tables.append(rows)
             continue
-        loaded_tokenizer = None if model is None else load_tokenizer(model, training_config.trust_remote_code)
-        with in_utf8(name):
+        # Also for a tokenised dataset, whose ids are checked against the vocabulary
+        loaded_tokenizer = None
+        if processor_name is not None:
+            loaded_tokenizer = load_tokenizer(processor_name, training_config.trust_remote_code)
+        with in_utf8(name):  # the text of a file is decoded only now
             table, turns = tokenise(rows, loaded_tokenizer, training_config)
         text_tables.append(table)
         if turns is not None:
@@ -187,18 +197,23 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
             "joined to one table. Plan them one by one, or give the rows of text an empty column `images`."
         )
     if image_tables:
-        return measure_images(concatenate_tables(image_tables), model, training_config)
+        return measure_images(concatenate_tables(image_tables), processor_name, training_config)
     reader = TokenReader(concatenate_tables(text_tables))
     reader.turns = turn_counts
     return reader
 
 
 def load_table(configs: RunConfigs, name: str) -> Dataset:
-    """Return the rows of one table of a run; `name` is its entry in `configs.table_names`."""
+    """Return the rows of one table of a run: of its whole mixture of datasets if it has one, else of one dataset.
+
+    Args:
+        name: the entry of the table in `configs.table_names`.
+    """
     if configs.mixture.datasets:
         rows: Dataset = load_mixture(configs.mixture, configs.training.seed, configs.training.source_column)["train"]
     else:
         rows = load_rows(name, configs.script.dataset_train_split, configs.script.dataset_config)
+    # Move the images that messages name by their paths into a column `images`; other rows stay as they are
     return image_support().with_named_images(rows, name)
 
 
