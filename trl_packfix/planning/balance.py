@@ -85,8 +85,10 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     best_time = modelled_time(pack_costs)
     order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
-        # Here packs are dealt as units of one row, to W ranks with room for G packs each.
-        packs_of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
+        # Here a pack is dealt as a unit of one row, and a rank is a pack with room for G such rows.
+        packs_of_ranks = least_loaded(
+            rows=np.ones_like(order), costs=pack_costs[order], num_packs=world_size, capacity=accumulation
+        )
         order = order[np.transpose(packs_of_ranks).ravel()]  # (W, G) -> (G, W), the order of slots
     time = modelled_time(pack_costs[order])
     if time < best_time:
@@ -152,17 +154,20 @@ def even_targets(packs: list[Int64Array], units: Units, num_packs: int, *, bins:
 
     >>> from .costs import CostModel
     >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
-    >>> [pack.tolist() for pack in even_targets([np.array([0, 1]), np.array([2])], units, 2, bins=Bins(capacity=10))]
+    >>> packs = [np.array([0, 1]), np.array([2])]
+    >>> [pack.tolist() for pack in even_targets(packs, units, num_packs=2, bins=Bins(capacity=10))]
     [[0], [1, 2]]
     """
+    # `targets`: the number of trained tokens of each unit
     assert units.targets is not None, "the trained tokens of units are not known"
     members = np.concatenate(packs)
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
     targets = units.targets[longest_first]
     candidates = [packs + [members[:0]] * (num_packs - len(packs))]
+    # Two ways to deal the units anew, in which trained tokens take the place of costs
     dealt_anew = [
-        least_loaded(rows, targets, num_packs, capacity=bins.capacity),
+        least_loaded(rows, costs=targets, num_packs=num_packs, capacity=bins.capacity),
         deal_documents(
             rows,
             targets.astype(float),

@@ -100,7 +100,8 @@ class CostModel:
     windows: tuple[tuple[int, float], ...] = ()
     # (chunk, FLOPs of one pair) for layers in which a token sees only tokens of its own chunk of `chunk` tokens
     chunks: tuple[tuple[int, float], ...] = ()
-    # What ranks exchange with sequence parallelism. Cost models with equal FLOPs are equal, whatever is exchanged.
+    # What ranks exchange with sequence parallelism: of the layers with attention, and of the layers with a scan. Cost
+    # models with equal FLOPs are equal, whatever is exchanged.
     attention: tuple[HeadCounts, ...] = field(default=(), compare=False)  # (): heads are not known
     mixers: tuple[ScanCosts, ...] = field(default=(), compare=False)  # (): no layer has a scan
     tower: TowerCosts = TowerCosts(0.0, 0.0)  # zero without a vision tower, or if its costs cannot be counted
@@ -196,7 +197,8 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
         # Configs have a `sliding_window` even for layers that see all tokens.
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
-        # All pairs are scored, and with compression also attended to, one pair for `rate` tokens.
+        # An indexer scores all pairs. With compression, `rate` tokens are one, so there is one pair for `rate` tokens,
+        # and all of these pairs are also attended to.
         full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
         if window:
             windows[window] = windows.get(window, 0) + pair_cost
@@ -258,7 +260,7 @@ def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
         patches_in_window = (config.window_size / height) ** 2
         per_patch += (layers - len(full_layers)) * per_pair * patches_in_window
         layers = len(full_layers)
-    return TowerCosts(per_patch / patch_values, layers * per_pair / patch_values**2)
+    return TowerCosts(per_value=per_patch / patch_values, per_pair=layers * per_pair / patch_values**2)
 
 
 def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
