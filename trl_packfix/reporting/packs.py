@@ -181,24 +181,25 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     # 1. Read the documents, and collate them as in training.
     numbers = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
     spans = [column[numbers].tolist() for column in (documents.row, documents.start, documents.stop)]
-    rows = [reader.read(row, start, stop) for row, start, stop in zip(*spans, strict=True)]
+    dataset_rows = [reader.read(row, start, stop) for row, start, stop in zip(*spans, strict=True)]
     cu_seq_lens = None
     cu_seq_lens_k = []
-    shared = [0] * len(rows)
+    shared = [0] * len(dataset_rows)  # token rows that each document shares with the document before it
     # The collator of training. Images are compared by the numbers that `reader.compare` returns.
     collator = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
-    if collator.shares:  # with shared prefixes, documents may share rows
-        training_batch = collator(rows)
-        # Documents sorted by their tokens, and how many rows each shares with the one before it
-        order, shared_in_order, _ = collator.order_documents(rows)
+    if collator.shares:  # with shared prefixes, documents may share token rows
+        training_batch = collator(dataset_rows)
+        # Documents sorted by their tokens, and how many token rows each shares with the document before it
+        order, shared_in_order, _ = collator.order_documents(dataset_rows)
         if any(shared_in_order):
             shared = shared_in_order
             numbers = numbers[order]
-            rows = [rows[i] for i in order]
+            dataset_rows = [dataset_rows[i] for i in order]
             cu_seq_lens = training_batch["cu_seq_lens_q"].tolist()
             cu_seq_lens_k = training_batch["cu_seq_lens_k"].tolist()
     # 2. Collate them without sharing, too: text and picture show the tokens of whole documents.
-    batch = PackedDataCollator().arrays([{name: row[name] for name in TEXT_KEYS if name in row} for row in rows])
+    text_rows = [{name: row[name] for name in TEXT_KEYS if name in row} for row in dataset_rows]
+    batch = PackedDataCollator().arrays(text_rows)
     tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
     bounds = batch["cu_seq_lens"].tolist()
     packed_before = reader.seq_lengths() is not None  # whether the rows of the table are packs of several documents

@@ -104,14 +104,15 @@ class SharedPacks:
         units = planner.units()
         parallel = planner.packing.parallel  # the degrees that may be chosen, and the speeds of devices and links
         seconds, exchange = modelled_time(schedule, units, parallel)  # of each micro-step
-        pack_rows = schedule.slot_sums(units.rows)  # rows of the pack in each slot, (micro-steps, ranks)
+        # `rows` of a unit: its tokens, of which a token that several documents share counts once
+        pack_tokens = schedule.slot_sums(units.rows)  # tokens of the pack in each slot, (micro-steps, ranks)
         degrees, counts = np.unique(schedule.degrees, return_counts=True)
         return cls(
             tokens_per_rank=parallel.tokens_per_rank,
             smallest_degree=parallel.smallest,
             micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
             exchange_share=float(exchange.sum() / seconds.sum()),
-            largest_part=int((-(-pack_rows // schedule.degrees[:, None])).max()),
+            largest_part=int((-(-pack_tokens // schedule.degrees[:, None])).max()),
         )
 
     @classmethod
@@ -125,13 +126,14 @@ class SharedPacks:
         tokens_per_rank = stream.packing.tokens_per_rank
         if tokens_per_rank is None:
             return None
-        return cls(tokens_per_rank, stream.packing.parallel.smallest, micro_steps)
+        smallest_degree = stream.packing.parallel.smallest
+        return cls(tokens_per_rank=tokens_per_rank, smallest_degree=smallest_degree, micro_steps=micro_steps)
 
     @property
     def histogram(self) -> str:
         """The number of micro-steps of each degree, as text.
 
-        >>> SharedPacks(16384, 8, {1: 30, 8: 10}).histogram
+        >>> SharedPacks(tokens_per_rank=16384, smallest_degree=8, micro_steps={1: 30, 8: 10}).histogram
         '1: 30, 8: 10'
         """
         return ", ".join(f"{degree}: {count:,}" for degree, count in sorted(self.micro_steps.items()))
@@ -203,7 +205,9 @@ class LengthHistogram:
         longest = len(per_length) - 1
         edges = np.unique(np.rint(np.geomspace(shortest, longest + 1, NUM_BINS + 1)).astype(np.int64))
         counts = np.add.reduceat(per_length, edges[:-1])
-        return cls(edges.tolist(), counts.tolist(), shortest, median, p99, longest)
+        return cls(
+            edges=edges.tolist(), counts=counts.tolist(), shortest=shortest, median=median, p99=p99, longest=longest
+        )
 
     def line(self) -> str:
         """Return the histogram as text: a character for each bin, the darker the more documents.
