@@ -215,6 +215,7 @@ class PrefixCollator(PackedDataCollator):
                 target_documents=torch.from_numpy(target_documents.astype(np.int64)),
                 num_documents=torch.from_numpy(num_documents),
                 lengths=torch.from_numpy(lengths),
+                # For each document, the number of its tokens without a row in its run, and its trained tokens
                 shared=torch.from_numpy(lengths - run_length_of_document),
                 trained=torch.from_numpy(np.bincount(target_documents, minlength=len(tokens))),
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),

@@ -164,7 +164,7 @@ def sort_by_tokens(
         places = places[continues]
         group = np.cumsum(is_first)[continues]
         group = np.cumsum(np.concatenate([[0], np.diff(group) != 0])) if len(group) else group
-    return TokenOrder(order, common)
+    return TokenOrder(order=order, common=common)
 
 
 def _differs_from_previous(keys: npt.NDArray[np.uint32]) -> BoolArray:
@@ -268,16 +268,18 @@ def make_pieces(
         splits_copies: False puts copies into one family. This is for strategies that fix the documents of each step.
         image_costs: (documents, rows that each shares) -> FLOPs in the vision tower of images outside the shared rows.
 
-    >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # documents 0 and 2 share 30 rows of 40
+    >>> tokens = TokenOrder(order=np.array([0, 2, 1]), common=np.array([0, 31, 20]))
     >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
     >>> pieces = make_pieces(tokens, lengths, lengths - 1, cost_model=costs, room=100)
-    >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
-    ([[0, 2], [1]], [50, 60])
+    >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])]  # 0 and 2 share 30 rows of 40
+    [[0, 2], [1]]
+    >>> pieces.rows.tolist()
+    [50, 60]
     """
     # 1. Take copies apart: the first copies are sorted by themselves, then the second ones, and so on.
     copy_number, first_copy = _number_copies(tokens, lengths)
     if splits_copies and copy_number.any():
-        tokens = tokens.within(copy_number)  # sorted anew inside each of these groups
+        tokens = tokens.within(copy_number)  # first all first copies, sorted by their tokens, then all second ones
     # 2. A family begins where neighbours share less than half of the longer one. Half of the shorter one would not do:
     # all conversations with one system prompt share half of the shortest conversation.
     size = lengths[tokens.order]
@@ -306,9 +308,9 @@ def make_pieces(
     originals = first_copy[first_documents]  # documents
     num_copies = np.bincount(first_copy)[originals]
     return Pieces(
-        np.add.reduceat(size - shared, starts)[by_smallest],
-        cost_model,
-        np.add.reduceat(image_costs(tokens.order, shared), starts)[by_smallest],
+        rows=np.add.reduceat(size - shared, starts)[by_smallest],
+        cost_model=cost_model,
+        image_costs=np.add.reduceat(image_costs(tokens.order, shared), starts)[by_smallest],
         targets=np.add.reduceat(trained[tokens.order], starts)[by_smallest],
         order=tokens.order[places],
         offsets=np.concatenate([[0], np.cumsum(piece_sizes)]),
@@ -423,5 +425,5 @@ def make_family_pieces(planner: EpochPlanner, tokens: TokenOrder, splits_copies:
         cost_model=packing.cost_model,
         room=room_of_families(documents.lengths, packing.parallel),
         splits_copies=splits_copies,
-        image_costs=planner.image_costs_behind,  # of the images behind the shared tokens
+        image_costs=planner.image_costs_behind,  # FLOPs of the images that lie behind the shared tokens
     )

@@ -116,12 +116,12 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
     documents = planner.documents
     collate = PrefixCollator(compare=reader.compare)
     image_costs = planner.image_costs  # FLOPs of the vision tower for each document
-    totals = np.zeros(3)  # rows, FLOPs and images of all documents, shared ones included
-    computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
+    totals = np.zeros(3)  # token rows, FLOPs and images of all documents, shared ones included
+    computed = np.zeros(3)  # token rows, FLOPs and images that are computed: shared ones count once
     for i in slots.tolist():
         pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]  # numbers of its documents
-        rows_of_pack = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
-        batch, runs = collate.collate(rows_of_pack)
+        dataset_rows = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
+        batch, runs = collate.collate(dataset_rows)
         assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]

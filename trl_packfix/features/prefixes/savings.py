@@ -139,8 +139,8 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     num_in_steps = len(np.unique(step_and_family))
     return PrefixSavings(
         "family",
-        rows,
-        flops,
+        rows=rows,
+        flops=flops,
         num_families=pieces.num_families,
         families_per_step=num_in_steps / planner.num_steps,
     )
@@ -159,7 +159,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         slots = _spaced_slots(planner.schedule(0).offsets, NUM_IMAGE_PACKS)
         rows, flops, images = computed_with_images(planner, reader, slots)
         num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
-        return PrefixSavings("pack", rows, flops, in_packs=rows, images=images, num_packs=num_packs)
+        return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
     if not isinstance(reader, TokenReader):
         return None
     schedule = planner.schedule(0)
@@ -169,7 +169,8 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     slot = np.full(len(documents), -1)
     for i in slots.tolist():
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
-    rows, flops = _computed_shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
+    sampled_tokens = token_order(reader, documents, selection=np.flatnonzero(slot >= 0))
+    rows, flops = _computed_shares(planner, sampled_tokens.within(slot))  # sorted by tokens inside each pack
     # 2. Make families of some stretches. Blocks of a concatenated table have no families.
     is_sampled = len(documents) > NUM_STRETCHES * STRETCH_LENGTH
     in_families = None
@@ -179,7 +180,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         if is_sampled:
             first = np.linspace(0, len(documents) - STRETCH_LENGTH, NUM_STRETCHES).astype(np.int64)
             numbers = (first[:, None] + np.arange(STRETCH_LENGTH)).ravel()
-        pieces = make_family_pieces(planner, token_order(reader, documents, numbers))
+        pieces = make_family_pieces(planner, token_order(reader, documents, selection=numbers))
         in_families = float(pieces.rows.sum() / documents.lengths[numbers].sum())
         num_families = pieces.num_families
     setting = planner.packing.share_prefixes

@@ -76,7 +76,8 @@ class PrefixSharing(Feature):
         assert tokens is not None, "documents are not sorted by their tokens"
         if step_of_documents is None:
             return make_family_pieces(planner, tokens)
-        # Sort the documents of each step by themselves.
+        # `within` sorts the documents of each step by themselves. Copies of a document that have the same step stay in
+        # it, so they are not put into different families
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
@@ -89,7 +90,9 @@ class PrefixSharing(Feature):
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> "PrefixSharing":
         """Return the feature of the packs of an evaluation: this one, one without families, or one that is off."""
-        # Evaluation gives one result per document, with or without shared rows.
+        # There are three cases, in all of which a document has the same result. If documents may not share token rows,
+        # or do not in training, the feature is off. If documents can be sorted by their tokens, it stays as it is. If
+        # they cannot be sorted, there are no families, and only documents of one pack share token rows.
         if not (shares and self.is_on):
             return PrefixSharing("off", self.plain)
         return self if can_sort else PrefixSharing("pack", self.plain)
@@ -113,6 +116,7 @@ class PrefixSharing(Feature):
 
         # Packs of families are planned with shared tokens, and do not fit without sharing.
         consequence = "" if on_leak == "raise" else ", and without sharing the planned packs do not fit"
+        # Training goes on without sharing only if packs are not planned with shared tokens, and leaks need not raise
         if self.regroups or on_leak == "raise":
             raise PackingLeakError(
                 f"`share_prefixes={self.setting!r}` was given, and on this model {reason}. So a beginning that "
@@ -132,5 +136,5 @@ class PrefixSharing(Feature):
         """Return the `PrefixSavings` of this setting, and estimates for the other settings."""
         from .savings import estimated_savings, planned_savings
 
-        # The plan of families has their savings already.
+        # With "family", the plan has the savings, and no token is read. With "pack" and "off" tokens are read.
         return planned_savings(planner) if self.regroups else estimated_savings(planner, reader)

@@ -52,5 +52,9 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     lengths = documents.lengths[order]
     lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
     is_copy = (common == lengths) & (common == lengths_before)
-    common = np.where(is_copy, common, reader.shorten_common_beginnings(row[order], start[order], common))
-    return TokenOrder(np.concatenate([order, last_numbers]), np.concatenate([common, np.zeros_like(last_numbers)]))
+    # `shorten_common_beginnings` moves an end inside an image to the first token of the image
+    common_of_others = reader.shorten_common_beginnings(row[order], start[order], common)
+    common = np.where(is_copy, common, common_of_others)
+    return TokenOrder(
+        order=np.concatenate([order, last_numbers]), common=np.concatenate([common, np.zeros_like(last_numbers)])
+    )
