@@ -182,13 +182,13 @@ class BeforeFirstStep(TrainerCallback):
         # Check that the proofs change no parameter. Not `model`, because FSDP shards the PEFT model around it as a
         # whole
         with parameters_unchanged(trainer.model):
-            isolation, step = self._prove_and_compare()
+            isolation, step_comparison = self._prove_and_compare()
         report = trainer.packing_report
         assert report is not None
         report = trainer.packing_report = replace(
             report,
             isolation=isolation,
-            first_step=step.text + describe_hooks(model),  # and which of the user's hooks ran in the tests
+            first_step=step_comparison.text + describe_hooks(model),  # and which of the user's hooks ran in the tests
             attention=self._describe_attention(report),
             experimental=experimental_choices(RunSettings(args=args, model=model)),
             compiled=describe_compilation(model, args),
@@ -198,7 +198,7 @@ class BeforeFirstStep(TrainerCallback):
             report.save(str(args.output_dir))
         # The report is shown also for a model that is refused here
         isolation.raise_if_leaking(args.on_leak)
-        step.raise_if_different()
+        step_comparison.raise_if_different()
         self._proved_module_ids = self._module_ids()
         # Loggers get these numbers, and trainer_state.json has them. They are not printed if the report was shown.
         silent_callbacks = (PrinterCallback, ProgressCallback) if args.packing_report else ()
@@ -210,7 +210,7 @@ class BeforeFirstStep(TrainerCallback):
                     "isolation/tolerance": isolation.tolerance,
                     "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
                     "isolation/unpacked": int(packed_model.is_unpacked),
-                    **step.metrics(),
+                    **step_comparison.metrics(),
                     **metrics(report),
                 }
             )
@@ -244,26 +244,28 @@ class BeforeFirstStep(TrainerCallback):
         packed_model = self._trainer.packed_model
         with trainer.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(trainer.model_wrapped)
-        refusal = prove_feature(trainer, self._data, trainer.model_wrapped)  # why documents cannot share rows, or None
+        refusal = prove_feature(trainer, self._data, trainer.model_wrapped)  # why prefixes are not shared, or None
         report = trainer.packing_report
         assert report is not None  # made with the training loader
         if refusal is not None and report.prefixes is not None:
             trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(refusal))
-        step = StepComparison("not compared: isolation was not proved")
+        step_comparison = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
             prove_degrees(trainer, self._data.source.degrees)  # the degrees that packs of this run may have
-            step = self._first_step.compare()
-        # Documents that share rows, or packs that ranks share, cannot run as rows of a padded batch
+            step_comparison = self._first_step.compare()
+        # Documents that share token rows, or packs that ranks share, cannot run as rows of a padded batch
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
         may_unpack = args.on_leak != "raise" and not is_shared and not packed_model.is_unpacked
-        if step.problem is not None and may_unpack:
-            isolation = packed_model.unpack(trainer.model_wrapped, reason=f"in the first step {step.problem}")
+        if step_comparison.problem is not None and may_unpack:
+            isolation = packed_model.unpack(
+                trainer.model_wrapped, reason=f"in the first step {step_comparison.problem}"
+            )
             if isolation.passed:
                 unpacked_step = self._first_step.compare()
                 # If the unpacked model has a problem, too, the problem of the packed model is reported
                 if unpacked_step.problem is None:
-                    step = unpacked_step
-        return isolation, step
+                    step_comparison = unpacked_step
+        return isolation, step_comparison
 
     def on_train_end(self, *arguments: object, **kwargs: object) -> None:
         """Save the log of the run beside its report, where `trl-packfix report` reads both."""
@@ -315,7 +317,8 @@ class CheckAdapterGradients(TrainerCallback):
         adapters = self._adapters or {}
         self._adapters = {}
         self._handles = []
-        # First, whether each adapter with trained parameters has a gradient
+        # First, find out for each adapter with trained parameters whether it has a gradient. Of an adapter that did not
+        # run, a gradient of zero does not count
         has_gradient: dict[str, bool] = {}
         for name, module in adapters.items():
             parameters = _trained_parameters(module)
@@ -323,8 +326,9 @@ class CheckAdapterGradients(TrainerCallback):
                 has_gradient[name] = _has_gradient(parameters, ran=name in self._ran)
         if not any(has_gradient.values()):
             return
-        # Second, the adapters to refuse. The same adapter of all layers has one name, with `*` for the number of the
-        # layer. It is refused if it has a gradient in no layer
+        # Second, find the adapters to refuse: they have no gradient, and the module around them ran, whose name is
+        # `name.rpartition(".")[0]`. The same adapter of all layers has one name, with `*` for the number of the layer.
+        # It is refused if it has a gradient in no layer
         refused = {re.sub(r"\d+", "*", name) for name in has_gradient if name.rpartition(".")[0] in self._ran}
         refused -= {re.sub(r"\d+", "*", name) for name, is_trained in has_gradient.items() if is_trained}
         if refused:

@@ -91,7 +91,8 @@ class Objective(TrainerPart):
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
         check_router_loss(trainer)
         shares_prefixes = features_of(args).is_on
-        self.totals = TrainingTotals(self._data.source.row_values.names, shares_prefixes)  # names of data sources
+        source_names = self._data.source.row_values.names
+        self.totals = TrainingTotals(source_names, shares_rows=shares_prefixes)
         if args.packing:
             # The noise of NEFTune depends on the length of a document. transformers would take the length of the pack
             trainer.neftune_noise_alpha = None
@@ -119,8 +120,9 @@ class Objective(TrainerPart):
         """Prepare the model and the totals again, because both may have changed since the trainer was constructed."""
         # Add the fused LM head again, because TRL may have replaced it: a trainer of TRL may have got this model
         score_tokens(base_model(self._trainer.model))
-        source = self._data.source
-        self.totals.set_sources(source.row_values.names, source.numbered_sources)
+        training_set = self._data.source
+        # The names of data sources: of a table all are known now, and a stream numbers them as they are read
+        self.totals.set_sources(training_set.row_values.names, training_set.numbered_sources)
         self.same_pack_check.start_training()
         self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._trainer.model))
 
@@ -171,7 +173,7 @@ class Objective(TrainerPart):
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The loss is divided by the tokens of all ranks, and DDP averages gradients over ranks, so it divides again
             loss = loss * self._data.ranks.count
-        targets = layout.targets(outputs.label_mask)
+        targets = layout.targets(outputs.label_mask)  # which outputs predict a trained token, and of which document
         aux_loss = None
         if self._trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
@@ -221,13 +223,14 @@ class Objective(TrainerPart):
         logits = outputs_with_logits.logits
         with torch.no_grad():
             outputs = model(**inputs, fused_lm_head=True)
-        # Second case: the loss of the user
+        # Second case: the loss of the user, on a dummy and on documents
         if user_loss is not None and self.args.packing and not has_trained_tokens(inputs):
             # The user's mean over a dummy would be 0 / 0. This sum is 0, also if logits are infinite. It depends on the
             # logits, so that the backward runs, for which other ranks wait
             is_masked = outputs.label_mask.new_ones(()).bool()
             return logits.masked_fill(is_masked, 0).sum(), outputs
         if user_loss is not None:
+            # A user's loss may call another model, such as a teacher. Refuse one whose attention would ignore packs
             with self._trainer.user_code.other_models_checked(inputs):
                 return user_loss(outputs_with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
         # Third case: label smoothing. TRL does not train the router loss here; this loss does
@@ -255,9 +258,10 @@ class Objective(TrainerPart):
             num_items: number of trained tokens of the step over all ranks. None takes the mean over this batch.
             num_classes: number of terms that are summed in each of the values; the mean is divided by it, too.
         """
-        # `count` is the divisor in this batch and `num_items` the divisor in the step. Weights replace both.
-        # `targets.documents` has the document of each selected value, and `targets.trained` the targets of each
-        # document
+        # `count` is the divisor in this batch, and `num_items` the divisor in the step. There are three cases: the
+        # number of trained tokens, with "document" weighting the number of documents, and with weights the sum of
+        # weights. `targets.documents` has the document of each selected value, and `targets.trained` the number of
+        # trained tokens of each document
         values = targets.select(values)
         count = targets.select(mask).sum()
         if self.args.document_weighting == "document":
@@ -317,7 +321,7 @@ class Objective(TrainerPart):
             weights_of_batches = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
             weight = torch.stack(weights_of_batches).sum()
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
-        # In a `batch_to_count`, each target has one label, also if documents share the token
+        # `batch_to_count` returns labels to count: one for each target, also if documents share the token
         return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
 
     # Auxiliary terms
@@ -377,7 +381,9 @@ class Objective(TrainerPart):
                 row_counts=counts.flatten(),
                 group=layout.group,
             )
-            return value if layout.group.is_leader else value - value.detach()  # 0 with the gradient of `value`
+            # The first rank counts the value. On the other ranks it is 0, with the gradient of `value`
+            return value if layout.group.is_leader else value - value.detach()
+        # Without documents the statistic would be 0 / 0. So each token is counted once, and the value is set to 0
         is_empty = ~counts.any()
         statistic: Callable[..., Any] = load_balancing_loss_func
         counts = counts.masked_fill(is_empty, 1)
@@ -437,7 +443,8 @@ class Objective(TrainerPart):
         span = self.totals.training if is_end else window
         if span.num_steps:
             packing = self._data.source.packing
-            capacity = None  # packs are not filled by a strategy that keeps the documents of unpacked steps
+            # Strategies whose steps have the documents of unpacked steps do not fill packs, so there is no capacity
+            capacity = None
             if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank
             device = self._trainer.accelerator.device

@@ -161,13 +161,15 @@ def resume_stream_at(
         ignore_data_skip: whether to begin with the first row in place of the position.
     """
     if ignore_data_skip:
-        stream.begin(num_steps)  # reads from the first row, and numbers the next optimizer step after `num_steps`
+        # The stream reads from its first row, and the next optimizer step has the number behind `num_steps`
+        stream.begin(num_steps)
         return
     # First, continue from the file of this rank, if it was saved with the same settings and number of ranks
     state = None
     if stream_file(checkpoint, stream.rank).is_file():
         state = _read_saved_stream(checkpoint, stream.rank, stream)
-    # Otherwise, divide what all ranks of the earlier run have not trained between the ranks of this run
+    # Otherwise, divide what all ranks of the earlier run have not trained between the ranks of this run.
+    # `can_continue`: this rank has saved the state with the settings of this run
     if state is None or not stream.can_continue(state):
         first_state = _read_saved_stream(checkpoint, 0, stream)
         num_ranks_before = first_state["settings"]["world_size"]
@@ -175,7 +177,7 @@ def resume_stream_at(
         state = stream.merge_states(states)
         if stream.rank == 0:
             # `state["count"]` is the number of neighbouring ranks that read the same rows, and so have equal states. In
-            # this run it is `num_alike` if the stream can be divided, and more if it cannot
+            # this run it is `ranks_per_share` if the stream can be divided, and more if it cannot
             different_states = states[:: first_state["count"]]
             num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
             all_read_it = state["count"] > stream.ranks_per_share

@@ -176,12 +176,14 @@ class TableSource(Source):
         planner = self._planner_if_uneven
         if planner is None:
             return values
+        # There are two cases: `max_steps` fixes the steps, and the epochs follow; or the epochs fix the steps
         epochs, *values_between, max_steps = values
         if self.args.max_steps > 0:
             # `position` returns the epoch of the next step, here of the last step of the run
             last_epoch, _ = planner.position(max_steps - 1)
             return last_epoch + 1, *values_between, max_steps
-        return epochs, *values_between, planner.total_steps(self.args.num_train_epochs)
+        num_steps = planner.total_steps(self.args.num_train_epochs)
+        return epochs, *values_between, num_steps
 
     def resume_position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
@@ -191,7 +193,7 @@ class TableSource(Source):
         step = self._trainer.state.global_step
         total = self._trainer.state.max_steps
         before = state.get("max_steps")
-        epoch, num_trained_steps = planner.position(step)
+        epoch, num_trained_steps = planner.position(step)  # the epoch of the next step, and its steps before this one
         if self._replanned_for and self._trainer.is_world_process_zero():
             num_remaining = len(planner.documents) - int(planner.trained_documents(epoch, num_trained_steps).sum())
             num_remaining_steps = planner.steps_of(epoch) - num_trained_steps

@@ -243,7 +243,7 @@ class TrainingTotals:
         sums_of_ranks = (accelerator.reduce(sums, reduction="sum") / copies).tolist()
         gathered = dict(zip(self._names, sums_of_ranks, strict=True))
         self._pending = {}
-        self.window.add(StepSpan(gathered))
+        self.window.add(StepSpan(sums=gathered))
         self.num_documents += round(gathered["documents"])
         return gathered
 
@@ -283,6 +283,7 @@ class TrainingTotals:
         # Entropy and accuracy are means over the labels that the model scored, not over `trained_tokens`: a subclass
         # may change the labels of a batch, and prompt tuning adds a label to each row
         num_scored = max(sums["scored"], 1.0)
+        # "rows" counts the packs, or parts of packs, of all ranks, and "row_tokens" their tokens with padding
         capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
         output_metrics = {
             "entropy": sums["entropy"] / num_scored,
