@@ -117,7 +117,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     for name in flags.data:
         print(f"Reading {name}", file=sys.stderr)
     # Without a model, documents cost what they cost on a Llama with 7B parameters
-    return DryRun(settings, reader, LLAMA_7B, "max_length" in values)
+    return DryRun(settings, reader, cost_model=LLAMA_7B, has_max_length="max_length" in values)
 
 
 def read_run_with_configs(
@@ -143,7 +143,8 @@ def read_run_with_configs(
     if reader.image_counts is not None:  # the rows have images, so the costs of the vision tower are added
         lora: Any = get_peft_config(configs.model)  # None without `--use_peft`
         costs = with_tower(costs, model_config, lora=lora)
-    return DryRun(configs.training, reader, costs, "max_length" in configs.names_set, configs)
+    has_max_length = "max_length" in configs.names_set
+    return DryRun(configs.training, reader, cost_model=costs, has_max_length=has_max_length, configs=configs)
 
 
 def planner_for(

@@ -166,9 +166,14 @@ def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tu
     candidates = without_splits or list(forecasts)
     strategy = candidates[0].report.strategy
     world_size = candidates[0].report.world_size
-    by_length = [row for row in candidates if (row.report.strategy, row.report.world_size) == (strategy, world_size)]
+    by_length = [
+        forecast
+        for forecast in candidates
+        if forecast.report.strategy == strategy and forecast.report.world_size == world_size
+    ]
     by_length.sort(key=lambda forecast: forecast.report.max_length)
-    pick = next((row for row in by_length if row.lost <= MAX_LOST_SHARE), min(by_length, key=lambda row: row.lost))
+    fewest_lost = min(by_length, key=lambda forecast: forecast.lost)
+    pick = next((forecast for forecast in by_length if forecast.lost <= MAX_LOST_SHARE), fewest_lost)
     report = pick.report
 
     # 2. Say what the chosen length loses, how long an epoch takes, and what it needs.
@@ -184,7 +189,9 @@ def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tu
             longer = f"the model has no more than {positions:,} positions, so split long documents (`--overlong split`)"
         loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: {longer}"
     by_ranks = [
-        row for row in candidates if (row.report.strategy, row.report.max_length) == (strategy, report.max_length)
+        forecast
+        for forecast in candidates
+        if forecast.report.strategy == strategy and forecast.report.max_length == report.max_length
     ]
     by_ranks.sort(key=lambda forecast: forecast.report.world_size)
     reasons = [
@@ -288,7 +295,8 @@ def _plan_run(args: argparse.Namespace, configs: "RunConfigs", lengths: list[int
             with_settings(configs.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs
         ]
 
-    settings_of_lengths(lengths or candidate_lengths(1, positions))  # only to refuse them here
+    # The result is not used: settings that contradict each other are refused here
+    settings_of_lengths(lengths or candidate_lengths(1, positions))
 
     # 2. Read the documents, and compare the lengths on them.
     dry_run = read_run_with_configs(configs, model_config, args.tokenizer)
@@ -298,6 +306,7 @@ def _plan_run(args: argparse.Namespace, configs: "RunConfigs", lengths: list[int
     if tokens_per_rank is not None:
         # Each number of ranks must be able to train a document of `max_length`.
         for world_size in args.world_size:
+            # The degrees of this number of ranks: a document of one token fits on any of them
             degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=dry_run.cost_model.heads)
             limits.append(tokens_per_rank * degrees[-1])
     compared = settings_of_lengths(lengths or candidate_lengths(longest, min(limits, default=None)))

@@ -156,7 +156,7 @@ def predict_memory(
     rows = []
     memory = (args.memory - RESERVED_GIB) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
-        saved = sizes[method].saved
+        saved = sizes[method].saved  # bytes that a forward saves for the backward
         peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
@@ -167,6 +167,7 @@ def predict_memory(
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PEAK_PARTS}
         row["modelled_activations"] = saved.is_modelled  # in part computed from the number of weights
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
+            # The most tokens of a micro-batch whose predicted peak is at most `memory`
             most_tokens = largest_tokens(partial(peak, fused_loss=fused), memory, MAX_TOKENS)
             row[name] = min(most_tokens // batch_size, limit)
         rows.append(row)
