@@ -133,7 +133,8 @@ def _apply_recipe(
     copied = [column for column in columns if column not in consumed]
     kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
-    checks_turn_ends = is_training_set and recipe.setting  # recipes with a setting train assistant turns only
+    # `setting`: the config field by which a recipe trains assistant turns only; "" for a recipe that trains others, too
+    checks_turn_ends = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": dataset_warnings.RepeatedMessages()}
         # Without known columns, later rows of a stream may have columns that its first row does not have
@@ -276,8 +277,8 @@ def count_turns(
     Raises:
         ValueError: If rows are bad and not dropped, if no sample remains, or if there is no assistant turn.
     """
-    bad = bad_row_mask(samples)
-    row_of = read_integer_column(samples, ROW_COLUMN) if is_split else np.arange(len(samples))
+    bad = bad_row_mask(samples)  # for each sample, whether it has a reason in `BAD_ROW_COLUMN`
+    row_of_sample = read_integer_column(samples, ROW_COLUMN) if is_split else np.arange(len(samples))
     trains_turn = read_integer_column(samples, TURN_COLUMN) >= 0 if is_split else ~bad
     turn_counts = sum_turn_counts(samples) if is_split else AssistantTurnCounts()
     counts = PerTurnCounts(
@@ -289,7 +290,7 @@ def count_turns(
     )
     if counts.bad:
         # Several turns of a row may be bad: the reason of its first bad turn is shown
-        rows, first_bad_turns = np.unique(row_of[bad], return_index=True)
+        rows, first_bad_turns = np.unique(row_of_sample[bad], return_index=True)
         first = np.flatnonzero(bad)[first_bad_turns][:MAX_ROWS_NAMED]
         reasons = list(
             zip(rows[:MAX_ROWS_NAMED].tolist(), samples.select(first).with_format(None)[BAD_ROW_COLUMN], strict=True)
