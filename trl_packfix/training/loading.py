@@ -116,7 +116,8 @@ class TrainingData(TrainerPart):
         self._text_collator = PackedDataCollator()  # makes the tokens and boundaries of packs in training
         self.turn_counts: PerTurnCounts | None = None
         self.data_report: DataReport | None = None
-        self.trained_summary = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
+        rule = what_is_trained(args, train_dataset)
+        self.trained_summary = TrainedSummary(rule=rule, key=args.message_train_key)
         self.source: Source = source_class(train_dataset)(trainer, self)
 
     def prepare_run(self) -> None:
@@ -240,8 +241,7 @@ class TrainingData(TrainerPart):
     @property
     def packing_arguments(self) -> dict[str, Any]:
         """The arguments of `make_planner` and `packing_of` (`planner.py`) that the config does not have."""
-        # `names`: the methods and functions of the user that compute a loss or a step
-        has_user_loss = bool(self._trainer.user_code.names)
+        has_user_loss = bool(self._trainer.user_code.loss_code_names)
         return {
             "cost_model": self.cost_model,
             "world_size": self.ranks.count,
@@ -363,9 +363,9 @@ class TrainingData(TrainerPart):
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
             model = base_model(self._trainer.model)
-            # Unpacked documents of text are embedded longest first, and documents with images in the order of the pack
-            sorts_rows = self.reading.is_text_only
-            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=sorts_rows))
+            # An unpacked model embeds documents of text longest first, and documents with images in the pack's order
+            is_text_only = self.reading.is_text_only
+            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, embeds_longest_first=is_text_only))
         packed_model = PackedModel(
             self._trainer.model,
             self.attention_dtype,

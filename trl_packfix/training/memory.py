@@ -36,9 +36,9 @@ def read_memory(device: torch.device) -> MeasuredMemory | None:
     if device.type != "cuda":
         return None
     return MeasuredMemory(
-        torch.cuda.max_memory_allocated(device),
-        torch.cuda.max_memory_reserved(device),
-        torch.cuda.get_device_properties(device).total_memory,
+        allocated=torch.cuda.max_memory_allocated(device),
+        reserved=torch.cuda.max_memory_reserved(device),
+        total=torch.cuda.get_device_properties(device).total_memory,
     )
 
 

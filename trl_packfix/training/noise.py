@@ -30,15 +30,15 @@ class DocumentNoise(ModelHooks):
     Args:
         model: the model, which may compute the documents of a pack as one row, or unpacked, as padded rows.
         alpha: `neftune_noise_alpha`.
-        sorts_rows: whether an unpacked model embeds the longest documents first, in one or several calls. With images
-            it embeds all documents in one call, in the order of the pack.
+        embeds_longest_first: whether an unpacked model embeds the longest documents first, in one or several calls.
+            With images it embeds all documents in one call, in the order of the pack.
     """
 
-    def __init__(self, model: PreTrainedModel, alpha: float, sorts_rows: bool = True):
+    def __init__(self, model: PreTrainedModel, alpha: float, embeds_longest_first: bool = True):
         super().__init__()
         self.model = model
         self.alpha = alpha
-        self.sorts_rows = sorts_rows
+        self.embeds_longest_first = embeds_longest_first
         # For each forward that is running, the innermost last: the lengths of its documents, (N,); the index of the
         # document of each token, (1, T); and the ranks that share the pack. The entry is None for a forward on a batch
         # without boundaries of documents.
@@ -72,12 +72,13 @@ class DocumentNoise(ModelHooks):
         if running is None or not module.training:
             return output
         lengths, document_of_token, group = running
-        # The length of the document of each token, (1, T), or of each row, (B, 1)
+        # There are two cases. A pack is embedded as one row: `length` has the length of the document of each token,
+        # (1, T). An unpacked model embeds each document as a row: `length` has the length of each row, (B, 1)
         if output.shape[:2] == document_of_token.shape:
             length = lengths[document_of_token]
-        else:  # an unpacked model embeds each document as a row
+        else:
             row_lengths = lengths.clamp(min=1)
-            if self.sorts_rows:
+            if self.embeds_longest_first:
                 # Empty documents only make the number of documents constant; they are no rows
                 row_lengths = lengths[lengths > 0].sort(descending=True).values
             first_row = self._num_rows % len(row_lengths)

@@ -68,7 +68,7 @@ class UserCode(TrainerPart):
         return getattr(method, "__func__", method) is not getattr(self._package_class, name)
 
     @property
-    def names(self) -> list[str]:
+    def loss_code_names(self) -> list[str]:
         """Names of the user's methods and functions that compute a loss or a step."""
         functions = [] if self._trainer.compute_loss_func is None else ["compute_loss_func"]
         return self.methods + functions
@@ -105,12 +105,14 @@ class UserCode(TrainerPart):
     def _training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Run the user's step, or this package's step if the micro-batch is a dummy, and return its loss."""
         trainer = self._trainer
+        # First case: a micro-batch with documents
         if has_trained_tokens(inputs):
             # transformers divides a loss that is a mean by this number of micro-batches. Dummies must not count.
             trainer.current_gradient_accumulation_steps = self._num_filled
             inputs["use_cache"] = False  # the user may call other models with these inputs
             with self.other_models_checked(inputs):
                 return self._users_step(model, inputs, num_items_in_batch)
+        # Second case: a dummy, which runs the step of this package with a loss of 0
         with _attribute_replaced(trainer, "compute_loss", self._dummy_loss):
             package_class: Any = self._package_class
             return package_class.training_step(trainer, model, inputs, num_items_in_batch)
@@ -125,7 +127,7 @@ class UserCode(TrainerPart):
         Returns:
             The message; None if no code of the user's computes a loss, or an optimizer step is one micro-batch.
         """
-        names = self.names
+        names = self.loss_code_names
         args = self.args
         if not names or args.gradient_accumulation_steps * args.world_size == 1:
             return None
