@@ -52,7 +52,7 @@ class PerTurnCounts:
     def line(self) -> str:
         """Return the counts as one line for the user.
 
-        >>> PerTurnCounts(1200, 14054, 3, 0).line()
+        >>> PerTurnCounts(conversations=1200, samples=14054, without_turn=3, bad=0).line()
         '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
         """
         exceptions = {
@@ -85,7 +85,8 @@ class TrainedSummary:
         """Return the rule and the counts as one line for the user, with the percentage of trained tokens.
 
         >>> counts = AssistantTurnCounts(turns=9, context=1, earlier=0)
-        >>> TrainedSummary("assistant turns (`assistant_only_loss`)", "weight", counts).line(3, 12)
+        >>> summary = TrainedSummary(rule="assistant turns (`assistant_only_loss`)", key="weight", counts=counts)
+        >>> summary.line(num_trained=3, num_tokens=12)
         '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
         """
         text = f"{num_trained / num_tokens * 100:.1f} %: {self.rule}" if num_tokens else self.rule

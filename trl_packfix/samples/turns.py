@@ -84,7 +84,11 @@ class TurnRule:
     @classmethod
     def from_args(cls, args: TurnSettings) -> "TurnRule":
         """Read the rule from the config of the trainer."""
-        return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
+        return cls(
+            message_train_key=args.message_train_key,
+            assistant_turns=args.assistant_turns,
+            train_empty_thinking=args.train_empty_thinking,
+        )
 
     def select_turn(self, conversation: Conversation) -> TurnSelection:
         """Select the assistant turns of a conversation that are trained.
@@ -111,13 +115,14 @@ class TurnRule:
                 context.add(turn)
         earlier = set(turns[:-1]) - context if self.assistant_turns == "last" else set()
         messages = [{name: value for name, value in message.items() if name != key} for message in messages]
-        counts = AssistantTurnCounts(len(turns), len(context), len(earlier))
+        counts = AssistantTurnCounts(turns=len(turns), context=len(context), earlier=len(earlier))
         trained = [turn for turn in turns if turn not in context | earlier]
         return TurnSelection(replace(conversation, messages=messages), trained, counts)
 
     def tokens_and_mask(self, selection: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the T token ids of a conversation, and T ones and zeros, with a 1 for each trained token."""
         conversation = selection.conversation
+        # First case: the template marks what the assistant says, and all of it is trained
         every_turn_is_trained = len(selection.trained) == selection.counts.turns
         if (
             every_turn_is_trained
@@ -126,11 +131,13 @@ class TurnRule:
         ):
             return conversation.tokens_and_mask(tokenizer)
         text, spans = self.spans(selection, tokenizer)
+        # Second case: images. The tokenizer alone is the third case
         if isinstance(tokenizer, ProcessorMixin):
             # The processor replaces placeholders of images, so characters of its text are not those of `spans`. Let it
             # find the tokens itself, by markers around the trained parts
             message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
-            return Conversation([message], 0, {"chat_template": PART_MARKERS}).tokens_and_mask(tokenizer)
+            marked = Conversation([message], num_prompt=0, arguments={"chat_template": PART_MARKERS})
+            return marked.tokens_and_mask(tokenizer)
         outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_starts, token_stops = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
         mask = np.zeros(len(token_starts), np.int64)
