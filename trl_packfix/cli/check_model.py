@@ -93,37 +93,37 @@ class CheckResult:
         """Return the lines to print, as pairs of a label and a text."""
         before = self.as_it_is
         after = self.in_training
-        rows = [
+        lines = [
             ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
             ("verdict", f"{self.verdict}: {after.summary()}"),
         ]
         if after is not before:
-            rows.append(("as it is", before.summary()))
+            lines.append(("as it is", before.summary()))
         if before.error is None:
             gradient = "not tested" if before.max_gradient is None else f"{before.max_gradient:.1e}"
-            rows += [
+            lines += [
                 ("largest change", f"{before.max_change:.1e} of a document when another changed"),
                 ("largest difference", f"{before.max_difference:.1e} of a document from itself alone"),
                 ("gradient", f"{gradient} of a document by another's embeddings"),
                 ("rounding", f"explains {before.tolerance:.1e}"),
             ]
-        rows += [("where", f"{leak.name} ({leak.module}), by {leak.change:.1e}") for leak in before.leaks]
-        rows += [("repaired", text) for text in self.repaired]
+        lines += [("where", f"{leak.name} ({leak.module}), by {leak.change:.1e}") for leak in before.leaks]
+        lines += [("repaired", text) for text in self.repaired]
         if before.unreachable:
             thresholds = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
-            rows.append(("not tested", f"beyond max_length {self.max_length:,}: {thresholds}"))
-        rows.append(("attention", f"{self.attention}: {self.reason}"))
+            lines.append(("not tested", f"beyond max_length {self.max_length:,}: {thresholds}"))
+        lines.append(("attention", f"{self.attention}: {self.reason}"))
         if self.attention_of_training is not None:
             text = f"runs {self.attention_of_training} in its place, unless you set enforce_flash_attention=False"
-            rows.append(("training", text))
+            lines.append(("training", text))
         for name, obstacle in self.implementations.items():
-            rows.append(("implementation", f"{name}: {obstacle or 'available'}"))
+            lines.append(("implementation", f"{name}: {obstacle or 'available'}"))
         if self.missing_packages is not None:
             where = "" if self.device.startswith("cuda") else " on a machine with a GPU"
             install = f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}"
-            rows.append(("kernels", install if self.missing_packages else "all packages of the mixers are installed"))
-        rows.append(("took", f"{self.seconds:.1f} seconds"))
-        return rows
+            lines.append(("kernels", install if self.missing_packages else "all packages of the mixers are installed"))
+        lines.append(("took", f"{self.seconds:.1f} seconds"))
+        return lines
 
 
 def check_model(
@@ -173,10 +173,10 @@ def check_model(
         enforce_flash_attention = attn_implementation is None
         if attn_implementation is not None:
             # Construct what training would construct, only to see which attention it chooses
-            trained = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise")
-            if trained.attention.name != attn_implementation:
-                attention_of_training = trained.attention.name
-            trained.restore_own_attention()
+            model_of_training = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise")
+            if model_of_training.attention.name != attn_implementation:
+                attention_of_training = model_of_training.attention.name
+            model_of_training.restore_own_attention()
     settings: dict[str, Any] = {"enforce_flash_attention": enforce_flash_attention}
     # First test the model as it is: with "raise" it is not repaired. If it leaks and `on_leak` says so, test it again
     # with a repair or without packing.
