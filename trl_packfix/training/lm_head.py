@@ -74,6 +74,7 @@ def score_tokens(model: PreTrainedModel) -> None:
     TRL's fused head reads `bias` of the head. A head in which peft trains some tokens (`trainable_token_indices` with
     tied embeddings) has no `bias`.
     """
+    # `scores_tokens`: TRL's fused head returns a log-probability for each token, on every device
     if scores_tokens() and not isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
         cap_fused_head(model)
     else:
@@ -160,6 +161,7 @@ def cap_fused_head(model: PreTrainedModel) -> None:
     is_read_by_trl = getattr(text, field_of_trl, None) is not None
     if cap is None or is_read_by_trl or _has_mark(model.forward, "is_capped"):
         return
+    # Add TRL's head again, with the cap, and mark the forward as capped
     add_capped_head(model, field_of_trl, cap, mark="is_capped")
 
 
@@ -194,6 +196,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
 
     handle = backbone(model).register_forward_hook(scale_states)  # the states of both heads come from the backbone
     try:
+        # Errors of the model become `CannotRun`, and errors of a kernel `KernelError`
         with probe.evaluating(), torch.no_grad(), model_errors_converted():
             # Only the last positions are read: prompt tuning puts virtual tokens before each row
             logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_PROBE_TOKENS:-1].float()
@@ -209,7 +212,8 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     own_log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     gaps = (own_log_probs - fused_log_probs).abs().amax(1)
     rounding = 2 * sizes * max(1e-4, 8 * torch.finfo(dtype).eps)
-    differs = ~(gaps <= 1e-5 + rounding)
+    differs = ~(gaps <= 1e-5 + rounding)  # also for a gap that is not a number
+    # The rows with scaled states count only up to logits of this size
     differs[1:] &= sizes[1:] <= LARGEST_LOGIT
     # A mask changes log-probabilities only a little, because an untrained model finds no token likely. So with a mask
     # the first row, whose states are not scaled, has a finer limit
@@ -251,7 +255,7 @@ def _compute_scores(head: Any, states: Tensor, labels: Tensor, scale: float, sof
     # host would have to wait for the device.
     flat_states = states.to(weight.device).flatten(0, 1)
     flat_labels = labels.clamp(min=0).flatten()
-    with maybe_gather_lm_head_ctx(weight, bias):
+    with maybe_gather_lm_head_ctx(weight, bias):  # under ZeRO-3 the weight is gathered in this context
         flat_scores = _ScoredLabels.apply(flat_states, weight, bias, flat_labels, scale, softcap)
     log_probs, entropy, is_top1 = (scores.view(mask.shape).masked_fill(~mask, 0) for scores in flat_scores)
     return TokenScores(log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask)

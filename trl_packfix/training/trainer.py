@@ -166,6 +166,7 @@ class SFTTrainer(trl.SFTTrainer):
 
         # 1. Settings and datasets are checked before anything is loaded or tokenised.
         model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+        # An `SFTConfig` of this package with the values of the given config, which is not changed
         args = adopt_args(args, default_output_dir=f"{model_name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`. With "minibatch" the documents of each
@@ -350,9 +351,12 @@ class SFTTrainer(trl.SFTTrainer):
             ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
         """
         checkpoint = self.restart.choose_checkpoint(resume_from_checkpoint)
-        say_deepspeed_offloads(self.accelerator)
+        say_deepspeed_offloads(
+            self.accelerator
+        )  # a line if DeepSpeed will compile its optimizer, which may take minutes
         try:
-            # A loss or step of the user must not get dummies, which are batches without a trained token.
+            # First context: settings with which torch can compile layers that read the boundaries of packs. Second: a
+            # loss or step of the user must not get dummies, which are batches without a trained token.
             compiles = self.args.packing and self.args.torch_compile
             with compiles_layers_of_packs(compiles), self.user_code.without_dummies():
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
