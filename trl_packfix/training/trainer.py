@@ -351,9 +351,8 @@ class SFTTrainer(trl.SFTTrainer):
             ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
         """
         checkpoint = self.restart.choose_checkpoint(resume_from_checkpoint)
-        say_deepspeed_offloads(
-            self.accelerator
-        )  # a line if DeepSpeed will compile its optimizer, which may take minutes
+        # Print a line if DeepSpeed is going to compile its optimizer, which may take minutes
+        say_deepspeed_offloads(self.accelerator)
         try:
             # First context: settings with which torch can compile layers that read the boundaries of packs. Second: a
             # loss or step of the user must not get dummies, which are batches without a trained token.
