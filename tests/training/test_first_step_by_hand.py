@@ -508,6 +508,7 @@ def row_losses(documents, **settings):
     step = ScriptedFirstStep()
     trainer = step._trainer
     trainer.args.loss_type = settings.pop("loss_type", "nll")
+    step._objective.fused_head_is_exact = settings.pop("fused_head_is_exact", True)
     if "smoothing" in settings:
         trainer.label_smoother = SimpleNamespace(epsilon=settings.pop("smoothing"))
     num_tokens = len(documents[0]["input_ids"])
@@ -544,23 +545,36 @@ def test_a_row_of_dft_has_losses_times_probabilities():
     assert losses.tolist() == pytest.approx(expected.tolist())
 
 
-def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one():
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one(loss_type):
     """Logits are not computed. Labels stand at their tokens, and the row has two tokens of padding behind."""
     step = ScriptedFirstStep()
     step._objective.fused_head_is_exact = False
+    step._trainer.args.loss_type = loss_type
     step._probe.make_row = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
+    scores = -torch.rand(2, 10, generator=torch.Generator().manual_seed(0))
     rows = []
 
     def run_model(**row):
         rows.append(row)
-        return SimpleNamespace(log_probs=torch.arange(22.0).view(2, 11))
+        return SimpleNamespace(log_probs=scores.masked_fill(row["labels"][:, 1:] == -100, 0))
 
     step._unwrapped_model = run_model
-    assert step._row_losses(DOCUMENTS[:2]).tolist() == [-sum(range(11)), -sum(range(11, 22))]
+    losses = step._row_losses(DOCUMENTS[:2])
     (row,) = rows
     assert row["fused_lm_head"] is True
     expected = [[-100, *document["labels"][1:].tolist(), -100, -100] for document in DOCUMENTS[:2]]
     assert row["labels"].tolist() == expected
+    token_losses = -scores * (scores.exp() if loss_type == "dft" else 1)
+    expected = token_losses.masked_fill(row["labels"][:, 1:] == -100, 0).sum(1)
+    assert losses.tolist() == pytest.approx(expected.tolist())
+
+
+def test_a_row_has_the_loss_of_the_own_head_if_labels_are_smoothed():
+    """The loss of a pack is computed from logits then, too."""
+    _, _, expected = row_losses(DOCUMENTS, smoothing=0.1)
+    _, _, losses = row_losses(DOCUMENTS, smoothing=0.1, fused_head_is_exact=False)
+    assert torch.equal(losses, expected)
 
 
 def test_a_document_with_images_runs_with_its_images_and_without_its_weight():

@@ -382,20 +382,26 @@ class FirstStep:
         else:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
             row = self._probe.make_row(without_weight)
+        # `check_fused_head` has warned where the fused LM head differs from the model's own LM head. The packed loss is
+        # computed by the fused LM head, unless labels are smoothed, so the reference is computed by it, too
+        smoother = trainer.label_smoother
+        smoothing = 0.0 if smoother is None or args.loss_type == "dft" else smoother.epsilon
+        uses_fused_head = not self._objective.fused_head_is_exact and not smoothing
         with trainer.compute_loss_context_manager():
-            if not self._objective.fused_head_is_exact:
-                # `check_fused_head` has warned that the logits of the model's own LM head differ from the logits of the
-                # fused LM head. So the fused LM head computes the reference, too: the negative log-likelihood,
-                # whatever `loss_type` and label smoothing are
+            if uses_fused_head:
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
-                return -self._unwrapped_model(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
-            logits = self._unwrapped_model(**row).logits[:, : labels.shape[1]]
-        log_probs = F.log_softmax(logits.float(), dim=-1)
-        label_log_probs = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+                scores = self._unwrapped_model(**row, labels=padded, fused_lm_head=True)
+            else:
+                logits = self._unwrapped_model(**row).logits[:, : labels.shape[1]]
+        if uses_fused_head:
+            label_log_probs = scores.log_probs[:, : labels.shape[1]].float()
+        else:
+            log_probs = F.log_softmax(logits.float(), dim=-1)
+            label_log_probs = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        token_values = label_log_probs
         if args.loss_type == "dft":
             token_values = label_log_probs * label_log_probs.exp().detach()
-        else:
-            smoothing = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
+        elif smoothing:
             token_values = (1 - smoothing) * label_log_probs + smoothing * log_probs.mean(-1)
         return -token_values.where(labels != IGNORE_INDEX, 0).sum(-1)
 
