@@ -97,7 +97,7 @@ def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, 
     conversation = Conversation.from_row({"messages": messages, "tools": TOOLS})
     assert conversation.turns == [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for turn in conversation.turns:
-        tokens, labels = conversation.sample(turn, tokenizer)
+        tokens, labels = conversation.tokenize_turn(turn, tokenizer)
         trained = [token for token in labels if token != -100]
         first = len(labels) - len(trained)
         prompt = tokenizer.apply_chat_template(
@@ -135,7 +135,7 @@ def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template
     problems = []
     for turn in conversation.turns:
         try:
-            ours.append(conversation.sample(turn, tokenizer))
+            ours.append(conversation.tokenize_turn(turn, tokenizer))
         except Exception as error:
             problems.append(error)
     if problems:
@@ -190,7 +190,7 @@ def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_hist
         prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, **given)
         whole = tokenizer.apply_chat_template(messages[: turn + 1], **given)
         num_changed += not whole.startswith(prompt)
-        tokens, labels = conversation.sample(turn, tokenizer)
+        tokens, labels = conversation.tokenize_turn(turn, tokenizer)
         texts[turn] = tokenizer.decode([token for token in labels if token != -100])
         assert tokenizer.decode(tokens) == prompt + texts[turn]
         assert whole.endswith(texts[turn])
@@ -214,14 +214,16 @@ def test_forms_of_rows():
     assert plain.turns == [1, 3]
     assert split.turns == [3]
     assert split.messages == plain.messages
-    assert split.sample(3, CHATML) == plain.sample(3, CHATML)
+    assert split.tokenize_turn(3, CHATML) == plain.tokenize_turn(3, CHATML)
     greeting = Conversation.from_row({"messages": [answer("hello"), *chat(1)]})
-    said = CHATML.decode(greeting.sample(0, CHATML)[0])
+    said = CHATML.decode(greeting.tokenize_turn(0, CHATML)[0])
     assert said == "<|im_start|>assistant\nhello<|im_end|>\n"
     assert greeting.turns == [0, 2]
     row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(ValueError, match=r"the prompt of `messages\[3\]` with .*continues with .*T2"):
-        Conversation.from_row(row).sample(3, TOKENIZERS["qwen3"])  # it thinks although its prompt says that it does not
+        Conversation.from_row(row).tokenize_turn(
+            3, TOKENIZERS["qwen3"]
+        )  # it thinks although its prompt says that it does not
 
 
 def run_per_turn(folder, data, template="qwen3", **settings):
@@ -312,10 +314,10 @@ def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_th
         messages[k]["content"] = f"<think>\nT{k // 2 + 1}.\n</think>\n\n{messages[k]['content']}"
     conversation = Conversation.from_row({"messages": messages})
     with pytest.raises(ValueError, match=r"the prompt of `messages\[1\]` with '<think>"):
-        conversation.sample(1, tokenizer)
+        conversation.tokenize_turn(1, tokenizer)
     assert tokenizer.chat_template.count(before) == 1
     tokenizer.chat_template = tokenizer.chat_template.replace(before, after)
-    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)[0]) for turn in conversation.turns]
+    texts = [tokenizer.decode(conversation.tokenize_turn(turn, tokenizer)[0]) for turn in conversation.turns]
     assert "T1." in texts[0]
     assert "T1." not in texts[1]
     assert "A1." in texts[1]
