@@ -56,10 +56,10 @@ class ScanCosts(NamedTuple):
     per_token: float  # FLOPs of one token with the states of one layer
     chunk: int  # tokens of a chunk
     per_pair: float  # FLOPs of a pair of tokens of one chunk in one layer
-    # Numbers that ranks exchange for one token before and after a scan: of a value head, and of a key head. One number
-    # in fp32 counts as two
-    per_head: int
-    per_kv_head: int
+    # Two counts of the numbers that ranks exchange for one token of one layer, before and after the scan together. A
+    # number in fp32 counts as two, because it has twice the bytes of the other numbers
+    per_head: int  # exchanged numbers of each value head
+    per_kv_head: int  # exchanged numbers of each key head
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,13 @@ class CostModel:
         return min([layers.heads for layers in self.attention + self.mixers], default=None)
 
     def shared_by(self, degree: int) -> "CostModel":
-        """Return the cost model for a group of `degree` ranks that share a pack, and split its heads between them.
+        """Return the cost model of a pack that `degree` ranks share, by dividing the heads of each layer among them.
 
-        Heads that cannot be split evenly cost as if every rank had as many heads as the rank with most. For example, of
-        28 heads on 8 ranks some ranks have 4, which take 8/7 of the mean time.
+        The cost is the cost on all ranks together. Heads that cannot be divided evenly cost as if every rank had as
+        many heads as the rank with most. For example, of 28 heads on 8 ranks some ranks have 4, which take 8/7 of the
+        mean time.
         """
-        layers = self.attention or self.mixers
+        layers = self.attention or self.mixers  # scans decide only if the model has no attention that is known
         unevenness = max((-(-kind.heads // degree) * degree / kind.heads for kind in layers), default=1.0)
         if unevenness == 1:
             return self
@@ -159,17 +160,17 @@ In a document of 50,400 tokens, attention costs as much as the matrices.
 _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
 # Kinds of layers with an *indexer*, which scores every pair of tokens by heads of its own, to select the tokens that
-# are seen. The value is the number of products that each head needs for a pair beside the product of query and key: 1
-# if the scores of all heads are weighted and added up, else 0.
+# are seen. A head of the indexer needs `index_head_dim` products for the score of a pair. The value is the number of
+# further products: 1 if each score is multiplied by a weight of its head, to add up the scores of all heads, else 0.
 _SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
 def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
     """Return the cost model of a text decoder: its matrices and its attention, but not its scans (`with_scans`).
 
-    Attention may be grouped, latent, sliding, chunked or compressed. Compressed attention joins the tokens before a
-    token `rate` by `rate` to one, and also sees a window of single tokens. The scores of an indexer count, too. Sparse
-    attention counts all pairs, because transformers computes all of them and masks the ones that are not selected.
+    Attention may be grouped, latent, sliding, chunked or compressed. Compressed attention merges every `rate` earlier
+    tokens into one, and also sees a window of single tokens. The scores of an indexer count, too. Sparse attention
+    counts all pairs, because transformers computes all of them and masks the ones that are not selected.
 
     Args:
         config: the text config, read by the names that the configs of transformers share. Its `per_layer_config` has a
@@ -197,9 +198,12 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
         # Configs have a `sliding_window` even for layers that see all tokens.
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
-        # An indexer scores all pairs. With compression, `rate` tokens are one, so there is one pair for `rate` tokens,
-        # and all of these pairs are also attended to.
-        full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
+        if rate:
+            # A token scores, and attends to, each merged token. So there is one pair for every `rate` earlier tokens.
+            full_pair_cost += (pair_cost + score_cost) / rate
+        else:
+            full_pair_cost += score_cost  # the indexer scores every pair
+        # Then add the attention to single tokens. Without window and chunks, each token sees all tokens before it.
         if window:
             windows[window] = windows.get(window, 0) + pair_cost
         elif kind == "chunked_attention":
