@@ -4,8 +4,9 @@
 model card. A section of the report that may be absent (images, turns, ...) has a method `line` that returns its text; a
 line that needs several sections is made here.
 
-A *pack* is several documents in one row. A *trained* token counts in the loss. The
-*unpacked run* is the training that TRL would do with the same settings and without packing.
+A *pack* is several documents in one row. A *trained* token counts in the loss. A *step* is an optimizer step. The
+*unpacked run* is the training that TRL would do with the same settings and without packing. A *stream* is a dataset
+that is read while training runs, so its size is unknown; all other datasets are *tables*.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def _documents_lines(report: PackingNumbers) -> Lines:
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
     yield from _section_line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
-    yield from _section_line("data", report.data)
+    yield from _section_line("data", report.data)  # whether the tokens hold every text of the rows, once
     yield from _section_line("images", report.images)
     yield from _section_line("lengths", report.lengths)
 
@@ -55,7 +56,8 @@ def _packs_lines(report: PackingNumbers) -> Lines:
 
 def _stream_packs_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on packs, steps and ranks of a stream."""
-    # `rank_section`: texts on how ranks share packs, or on packs of their own
+    # `rank_section`: texts and numbers on how ranks share packs, or on packs of their own. `smallest_degree` ranks
+    # share a document of `max_length` tokens; it is 1 if each rank has packs of its own
     yield "micro-batch", report.rank_section.capacity_text(report.max_length)
     packs_per_step = report.accumulation * report.world_size // report.rank_section.smallest_degree
     step = f"accumulation {report.accumulation}, ranks {report.world_size}"
@@ -74,19 +76,24 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
     capacity = report.rank_section.capacity_text(report.max_length)
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
     yield "micro-batch", f"{capacity}, {filled}; unpacked: {report.padding_efficiency:.2%}"
-    documents = report.unpacked_documents
+    documents_per_unpacked_step = report.unpacked_documents
     steps = f"{report.num_steps:,}"
     if report.max_steps is not None:
         steps = f"{report.max_steps:,} (max_steps; an epoch has {report.num_steps:,})"
-    unpacked_steps = f"{-(-report.num_documents // documents):,} of {documents:,}"
+    num_unpacked_steps = -(-report.num_documents // documents_per_unpacked_step)
+    unpacked_steps = f"{num_unpacked_steps:,} of {documents_per_unpacked_step:,}"
     yield (
         "steps",
         f"{steps} of about {report.documents_per_step:,.1f} documents (accumulation "
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {unpacked_steps}",
     )
     step_size_settings = report.rank_section.step_size_settings  # names of settings that enlarge a step
-    yield from _section_line("common prefixes", report.prefixes, report.num_documents, documents, step_size_settings)
+    yield from _section_line(
+        "common prefixes", report.prefixes, report.num_documents, documents_per_unpacked_step, step_size_settings
+    )
     yield "against unpacked", _unpacked_text(report)
+    # The mean of TRL may be taken over all labels, also the first label of each document. No token predicts this label,
+    # so it adds no loss. Then the mean, and its gradients, are smaller than those of a packed run
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
@@ -100,20 +107,22 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
 def _unpacked_text(report: PackingNumbers) -> str:
     """Return the advice how to change the settings of an unpacked run, because a packed step has more documents.
 
-    The learning rate is scaled by the square root of the ratio of documents, as is usual for Adam. Documents that begin
-    alike and are packed together count as one *independent* document there.
+    The learning rate is scaled by the square root of a ratio, as is usual for Adam: the documents of a packed step over
+    those of an unpacked step. For this ratio only *independent* documents of the packed step count: documents that
+    begin alike and are packed together count as one.
     """
     if STRATEGIES[report.strategy].keeps_unpacked_steps:
         steps = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
         return f"{steps}: no setting has to change"
     assert report.documents_per_step is not None, "the documents of a step are not known"
-    documents = report.unpacked_documents
+    documents = report.unpacked_documents  # documents of an unpacked step
     ratio = report.documents_per_step / documents
     if ratio < 1.1:  # the learning rate would be at most 1.05 times as high
         return f"about {documents:,} documents per step, too: no setting has to change"
     independent_ratio = ratio
     independent_text = ""
-    alternative = report.rank_section.alternative_text
+    alternative = report.rank_section.alternative_text  # end of the line: a setting that does not need the advice
+    # `independent_documents` returns None if all documents of a step are independent
     independent = None if report.prefixes is None else report.prefixes.independent_documents(documents)
     if independent is not None:
         per_step, independent_text, alternative = independent
@@ -144,6 +153,7 @@ def _model_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on the model, its attention and the proof that documents are isolated."""
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
+    # The probe tests the model of this run. The sweep has tested all model types, but with older libraries
     if report.newer_libraries:
         yield "not tested with", f"{', '.join(report.newer_libraries)}: the probe runs, the sweep has not"
     yield "attention", report.attention
@@ -163,10 +173,11 @@ def _model_lines(report: PackingNumbers) -> Lines:
         else:  # documents are isolated, but a gradient or another value is wrong; or a document changes another one
             result = "WRONG" if isolation.isolated else "LEAK"
         text = f"{result}: {isolation.summary()}"
+        # `unreachable`: settings of the model, such as its window, with an effect only in longer documents
         if isolation.passed and isolation.unreachable:
             text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
         yield "isolation", text
-    if report.first_step is not None:
+    if report.first_step is not None:  # text on the comparison of the first step with unpacked documents
         yield "first step", report.first_step
 
 
