@@ -114,7 +114,7 @@ class RopeIndex:
         model = object.__new__(self.model_class)
         vars(model)["config"] = self.config
         for name in inputs:
-            if name.endswith("type_ids"):
+            if name.endswith("type_ids"):  # a value for each token, also of a document that was longer
                 inputs[name] = inputs[name][:, :num_tokens]
         positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
         return positions[:, 0]
@@ -134,7 +134,9 @@ class PackedImages(PackContent):
     layout: ImageLayout
     rope_index: RopeIndex | None = None
     placeholder: dict[str, Any] | None = None
-    is_cut_in_model: ClassVar[bool] = True  # the tokens of an image may lie in several parts
+    # If ranks share a pack, the tokens of an image may lie in the parts of several ranks. So each rank gets all tokens,
+    # and cuts out its part inside the model, after the vision tower
+    is_cut_in_model: ClassVar[bool] = True
 
     def has_images(self, document: dict[str, Any]) -> bool:
         """Return whether a document has images."""
@@ -171,7 +173,8 @@ class PackedImages(PackContent):
             num_padding = position_ids.shape[1] - sum(value.shape[1] for value in values)
             entries[name] = F.pad(torch.cat(values, dim=1), (0, num_padding))
         # Take the outputs for the images that begin in each run. A run has none if all images of its document begin
-        # before it, in tokens that the document shares
+        # before it, in tokens that the document shares. `images_before` of the `num` images of a document begin before
+        # its run, so the run has the images `images_before` to `num - 1`
         run_outputs = [
             documents[i] if images_before == 0 else images_between(documents[i], images_before, num, num=num)
             for i, _, images_before, num in runs

@@ -1,8 +1,11 @@
 """The hooks of shared prefixes: methods that the rest of the package calls where a run with `share_prefixes` differs.
 
-`trl_packfix.feature.features_of` makes the `PrefixSharing` of a run from its config. Without the feature, a plain
-`Feature` has the same methods, which change nothing. Hooks import the modules that do the work only when they are
-called, because planning calls some of them in processes that need no torch.
+`trl_packfix.feature.features_of` makes the `PrefixSharing` of a run from its config. The methods of its base class
+`Feature` change nothing. Hooks import the modules that do the work only when they are called, because planning calls
+some of them in processes that need no torch.
+
+Documents that begin alike are a *family*. A *unit* is what planning puts into a pack as a whole: a document, or a part
+of a family. A *row* of a pack is the place of one token; documents share the rows of their common beginning.
 """
 
 import logging
@@ -20,7 +23,7 @@ class PrefixSharing(Feature):
     Args:
         setting: "off"; "pack", which shares in the packs of a run without the feature; or "family", which also plans
             documents that begin alike as one unit.
-        plain: the feature that all packs of the run have, also those that share nothing.
+        plain: the other feature of the run, such as images. All packs have it, also those without shared prefixes.
     """
 
     packs_text = "documents share prefixes"
@@ -81,7 +84,14 @@ class PrefixSharing(Feature):
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
-        """Return a `PrefixCollator` with the settings of this collator."""
+        """Return a `PrefixCollator` with the settings of this collator; the collator itself if the feature is off.
+
+        Args:
+            collator: the `PackedDataCollator` of the run.
+            keeps_last_rows: give a row to the last token of a document, also if all tokens before it are shared. No
+                loss needs this row, but a router of experts sees its token.
+            compare: documents -> the content that is compared of each of them; None compares the tokens.
+        """
         if not self.is_on:
             return collator
         from .collator import PrefixCollator
