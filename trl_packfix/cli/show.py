@@ -71,7 +71,7 @@ def run_show(args: argparse.Namespace) -> int:
         print(f"{missing} (`pip install matplotlib`). So the plan is drawn as text.", file=sys.stderr)
     from .sources import check_paths
 
-    check_paths(args.more_flags)
+    check_paths(args.more_flags)  # the words that this parser does not know: DATA, and the flags of the run
     from rich.console import Console
 
     from ..reporting.build import make_report
@@ -83,11 +83,12 @@ def run_show(args: argparse.Namespace) -> int:
 
     dry_run = read_dry_run(args)
     reader = dry_run.reader
-    configs = dry_run.configs
+    configs = dry_run.configs  # None if planning needs only a few settings, as for a file of lengths
     documents = documents_of(reader, dry_run.settings)
     planner = planner_for(documents, dry_run.settings, args.world_size, cost_model=dry_run.cost_model)
     packs = first_packs(planner, reader, args.packs)
-    if isinstance(reader, LengthRows):  # only the lengths of documents are known
+    has_tokens = not isinstance(reader, LengthRows)  # else only the lengths of documents are known
+    if not has_tokens:
         packs = [pack.without_tokens() for pack in packs]
     tokenizer = None
     tokenizer_name = args.tokenizer or (configs and configs.model.model_name_or_path)
@@ -96,6 +97,7 @@ def run_show(args: argparse.Namespace) -> int:
         from .tokens import load_tokenizer
 
         tokenizer = load_tokenizer(tokenizer_name, configs.training.trust_remote_code)
+        # Mark in the documents where the chat template leaves out a text of the row
         packs = with_omissions(packs, configs, model=tokenizer_name, reader=reader)
     picture = None
     if draws_file:
@@ -116,9 +118,8 @@ def run_show(args: argparse.Namespace) -> int:
             console.print(text)
         else:
             print(text.plain)  # lines are not wrapped, because a file has no width
-    has_tokens = not isinstance(reader, LengthRows)
     if configs is not None and tokenizer_name and has_tokens:
-        _print_losses(configs, tokenizer_name)
+        _print_data_findings(configs, tokenizer_name)
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0
@@ -132,8 +133,8 @@ def _picture_path(plot: str) -> Path:
     return path if path.suffix else path.with_suffix(".png")  # matplotlib would add it too, but the path is printed
 
 
-def _print_losses(configs: "RunConfigs", tokenizer: str) -> None:
-    """Print in how many rows of a run the chat template leaves out texts."""
+def _print_data_findings(configs: "RunConfigs", tokenizer: str) -> None:
+    """Print the report on each table of a run that has a warning or an error, such as texts that are left out."""
     from .omissions import report_tables
 
     for report in report_tables(configs, tokenizer):
