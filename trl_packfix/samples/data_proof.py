@@ -231,11 +231,14 @@ class _Proof:
         rendered = self.rendering.text_or_none(marked)
         if rendered is None or without_marks(rendered, marks) != text:
             return False
+        # A template may change a text to capital letters, and the marks in it. Marks are written in small letters
         counts = Counter(mark.lower() for mark in MARK.findall(rendered)) + Counter(NUMBER.findall(rendered))
         texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
         for mark, (leaf, value) in marks.items():
             state = "kept"
-            # With `per_turn` the samples of all turns are rendered, and each sample repeats the turns before its own.
+            # Only texts under `content` count as repeated. Others, such as the name of a tool, may be rendered twice on
+            # purpose. With `per_turn` the samples of all turns are rendered, and each sample repeats
+            # the turns before its own.
             if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
                 state = "repeated"
             # A message may have the same thought as `reasoning` and as `reasoning_content`, and one of them is enough.
@@ -333,8 +336,10 @@ class _Proof:
 
     def findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield a finding for everything that is missing from the tokens, repeated or changed."""
+        # Only the first rows of a stream are known, so a stream is not judged.
         if self.rendering.needs_assistant and not self.row_kinds.is_of_stream:
-            # Rows with `prompt` or `conversations` are not judged here.
+            # A kind with an empty path says that the row has a message of this role. Rows with `prompt` or
+            # `conversations` are not judged here.
             assistant_kinds = {kind for kind in self.row_kinds.kinds if not kind.path and kind.role == "assistant"}
             yield from self._yield_finding(
                 "have no assistant message, and `assistant_only_loss=True` was given",
@@ -377,6 +382,7 @@ class _Proof:
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
                 severity="mended",
             )
+        # transformers does not sanitise if it also returns the mask of the assistant's tokens. `per_turn` needs no mask
         needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
         yield from self._yield_finding(
             "have texts with control tokens of the tokenizer",
@@ -415,7 +421,7 @@ class _Proof:
                 yield from self._unread_column(path, lost)
                 continue
             predicate = f"{where}, which {self.rendering.name} leaves out"
-            yield from self._yield_finding(predicate, lost, **self._loss(path, role, lost))
+            yield from self._yield_finding(predicate, lost, **self._missing_text_fields(path, role, lost))
             yield from self._yield_finding(
                 f"{where}, which {self.rendering.name} renders more than once",
                 {kind for kind, states in group.items() if states["repeated"]},
@@ -423,7 +429,7 @@ class _Proof:
                 remedy="Set `chat_template_path` to a template that renders it once.",
             )
 
-    def _loss(self, path: str, role: str, lost: dict[Kind, Counter[str]]) -> dict[str, Any]:
+    def _missing_text_fields(self, path: str, role: str, lost: dict[Kind, Counter[str]]) -> dict[str, Any]:
         """Return the example, cause, remedy and severity of a finding of missing texts, as arguments of `Finding`."""
         states = sum(lost.values(), Counter[str]())
         num = states["left out"] + states["left out later"]
@@ -460,7 +466,7 @@ class _Proof:
     def _media_findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield findings of images, videos and sounds in messages that are not read."""
         for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.is_medium}):
-            name = path.partition(" ")[0]
+            name = path.partition(" ")[0]  # the path is "image in content" or "image in message", for example
             if not (has_images and name.startswith("image")):
                 yield from self._yield_finding(
                     f"have `{name}` in their messages, and no column of images",
@@ -522,7 +528,8 @@ class _Proof:
 
     def _unread_findings(self) -> Iterator[Finding]:
         """Yield findings of columns, labels of messages and template arguments that are not read."""
-        # The path of a list or dictionary begins with the name of the argument, and other paths have a prefix
+        # If an argument is a list or a dictionary, the paths of its values begin with its name. The path of any other
+        # argument is "chat_template_kwargs.NAME"
         for name in sorted(self.unread_arguments):
             yield from self._yield_finding(
                 f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",

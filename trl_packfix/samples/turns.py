@@ -101,7 +101,7 @@ class TurnRule:
         """
         key = self.message_train_key
         messages = conversation.messages
-        turns = conversation.turns
+        turns = conversation.turns  # indices of the assistant's messages behind the prompt
         context = set()  # turns with the weight 0: they are only context of other turns
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
@@ -258,6 +258,7 @@ def _in_markers(selection: TurnSelection, tokenizer: Tokenizer, template: str) -
     render: Any = render_jinja_template
 
     def render_with_blocks(stop: int) -> tuple[str, list[Span]]:
+        # `apply_chat_template` omits keys whose value is None, and `render_jinja_template` does not
         messages = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages[:stop]]
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
@@ -266,6 +267,7 @@ def _in_markers(selection: TurnSelection, tokenizer: Tokenizer, template: str) -
         return texts[0], [(start, stop) for start, stop in blocks[0]]
 
     text, all_blocks = render_with_blocks(len(conversation.messages))
+    # All messages of the assistant. `conversation.turns` lacks the messages of the prompt, which have blocks, too
     turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     first_blocks = []  # for each turn the index of its first block
     for turn in turns:
