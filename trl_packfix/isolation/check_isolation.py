@@ -204,7 +204,7 @@ class ProbeMeasurement:
             self._last_documents = pair.first_documents  # after the forward, which may raise
         first_states = [self._last_states[i] for i, _ in pair.common_documents]
         states_alone = self._states_alone.get(id(pair.second_documents[0])) if pair.is_alone else None
-        second_states = pair.second_states(self.probe) if states_alone is None else [states_alone]
+        second_states = pair.run_second(self.probe) if states_alone is None else [states_alone]
         return Gap(largest_distance(first_states, second_states) / self.scale, pair)
 
     def explains(self, gap: float) -> bool:
@@ -439,9 +439,9 @@ def _smallest_gap(probe: Probe, pair: RunPair) -> float:
         with FirstOfTies(), rounding:
             return torch.cat(compute_states(probe))
 
-    first_runs = [run_rounded(pair.first_states, draw) for draw in (None, *range(NUM_DRAWS))]
+    first_runs = [run_rounded(pair.run_first, draw) for draw in (None, *range(NUM_DRAWS))]
     token_gaps = []
     for draw in (None, *range(NUM_DRAWS, 2 * NUM_DRAWS)):
-        second = to_exact(run_rounded(pair.second_states, draw))
+        second = to_exact(run_rounded(pair.run_second, draw))
         token_gaps += [(to_exact(first) - second).abs().amax(-1).nan_to_num(inf) for first in first_runs]
     return torch.stack(token_gaps).amin(0).max().item()

@@ -90,13 +90,13 @@ class RunPair:
         """Whether both runs are packs with the same document lengths, so that only tokens differ."""
         return not self.is_alone and [*map(len, self.first_documents)] == [*map(len, self.second_documents)]
 
-    def first_states(self, probe: "Probe") -> list[Tensor]:
-        """Compute the states of the common documents in the first run, (length, hidden) each."""
+    def run_first(self, probe: "Probe") -> list[Tensor]:
+        """Do the first run, and return the states of the common documents, (length, hidden) each."""
         states = probe.forward_packed(self.first_documents)
         return [states[i] for i, _ in self.common_documents]
 
-    def second_states(self, probe: "Probe") -> list[Tensor]:
-        """Compute the states of the common documents in the second run, (length, hidden) each."""
+    def run_second(self, probe: "Probe") -> list[Tensor]:
+        """Do the second run, and return the states of the common documents, (length, hidden) each."""
         if self.is_alone:
             return [probe.forward_alone(self.second_documents[0])]
         states = probe.forward_packed(self.second_documents)

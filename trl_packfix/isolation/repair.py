@@ -169,7 +169,9 @@ class RepairedModule(AroundCalls):
         budget: float = 0  # most padded tokens of a batch; with 0 each document is a batch of its own
         if self.mode.as_rows:
             budget = inf if self._is_sharded else pack.num_tokens
-        batches, forwards = pack.repaired_batches(budget)  # for each batch a packed forward, in which the module runs
+        # `batches` divides the documents: a batch is padded, with one document in each row. Its entry in `forwards`
+        # describes these rows, with their padding, as the documents of a packed forward.
+        batches, forwards = pack.repaired_batches(budget)
         # 2. Run the first batch as the call that is under way, and all others in addition.
         inputs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=0)
         num_logits_before = len(recorded_router_logits())  # of routers that ran before this module
@@ -185,8 +187,9 @@ class RepairedModule(AroundCalls):
         if num_routers:
             batch_logits = recorded_router_logits()[num_logits_before:]  # of all routers for batch 0, then for batch 1
             logits_by_router = [batch_logits[i::num_routers] for i in range(num_routers)]
-            # When a checkpoint recomputes this call, no logits are recorded, and the tensors that the checkpoint saves
-            # must be the same. These hooks keep it from saving tensors of the join.
+            # A checkpoint fails if the recomputed call saves other tensors for backward than the first call. When it
+            # recomputes, no logits are recorded, so none are joined. These hooks keep the tensors of the join out of
+            # what the checkpoint saves in the first call.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 joined_logits = [batches.join(logits, LOGIT_AXES) for logits in logits_by_router]
                 replace_router_logits(num_logits_before, joined_logits)
@@ -220,6 +223,7 @@ class RepairedModule(AroundCalls):
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
                 axes = self.axes.inputs.get(place, POSITION_AXES if place == "position_ids" else None)
+                # At a known place, None means that no axis of the tensor indexes tokens: it is not divided.
                 is_known = axes is not None or place in self.axes.inputs
                 # A scalar, such as the `num_items_in_batch` of transformers' trainer, is the same for all documents.
                 if not is_known and value.dim() > 0:
@@ -243,10 +247,11 @@ class RepairedModule(AroundCalls):
         if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
+        # `widening` has the places of tensors with a further axis that is as long as the row, and indexes no tokens.
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
             return batches.join(tensors, axes)
-        # Integers are indices, which count the tokens of a row. They have no gradient; a reentrant checkpoint could not
-        # see the gradient of an object that is not a tensor.
+        # Integers are indices, which count the tokens of a row. They stay apart for each batch, in an object that is no
+        # tensor. Floats must not: they may have a gradient, and a reentrant checkpoint sees gradients of tensors only.
         if axes is not None and not tensors[0].is_floating_point():
             return ValueOfBatches(batches, tensors)
         # Final states of rows and attention weights have no form in a pack. None makes their use raise an error.
@@ -304,6 +309,7 @@ def _running_pack(module: nn.Module) -> PackedForward | None:
     Raises:
         ValueError: the module is recomputed in a backward that has lost the boundaries of its forward.
     """
+    # `running_forward` also returns the forward inside a repaired module, for which `running_pack` returns None.
     if running_forward() is None and module.training and in_backward():
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "

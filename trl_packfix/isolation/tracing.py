@@ -7,7 +7,8 @@ the modules. Other functions find the module that raises, modules that get shift
 something else if ranks share a pack.
 
 The `Probe` draws documents (`tokens`), runs them as a pack (`forward_packed`) or one of them alone (`forward_alone`),
-and holds the model (`inner`).
+and holds the model (`inner`). If ranks share a pack, `forward_packed` runs the part of this rank, and `forward_padded`
+runs the whole pack on each rank, with the padding of a shared pack.
 
 Words: a *place* names one value among the arguments or outputs of a call (`arguments.py`), such as "hidden_states" or
 "[0]". A *call* is one of the calls of a module in a run, by number. If ranks share a pack, the *part* of a rank is the
@@ -93,8 +94,8 @@ def find_leaks(probe: Probe, pair: RunPair, tolerance: float, *, positions_only:
         second_length = _num_tokens(pair.second_documents)
     # All values of a long pack may not fit on the device beside the model.
     record = partial(_record_values, modules, positions_only=positions_only, on_host=pair.is_large)
-    first_records = record(_num_tokens(pair.first_documents), partial(pair.first_states, probe))
-    second_records = record(second_length, partial(pair.second_states, probe))
+    first_records = record(_num_tokens(pair.first_documents), partial(pair.run_first, probe))
+    second_records = record(second_length, partial(pair.run_second, probe))
     leaks = _iterate_leaks(modules, first_records, second_records, spans=pair.common_spans, tolerance=tolerance)
     return _innermost([*leaks])
 
@@ -121,8 +122,9 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
 
     Args:
         pair: two packs; no document runs alone.
-        tolerance: relative change that rounding inside one module may cause. In packs of equal lengths, a sixteenth of
-            it in more than half of a token's numbers also counts as a leak, because rounding changes only few numbers.
+        tolerance: relative change that rounding inside one module may cause. A smaller change also counts as a leak if
+            documents of both packs have equal lengths, and more than half of the numbers of a token change by at least
+            `tolerance / 16`, because rounding changes only few numbers.
     """
     modules = dict(probe.inner.named_modules())
     spans = pair.common_spans
@@ -152,7 +154,8 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
         if not outputs or name in changed or (name, call) not in repeatable:
             return
         first_inputs, first_outputs = first_records[name][call]
-        has_common_inputs = first_inputs.keys() & inputs.keys()  # without them, no inputs show that nothing came in
+        # Without an input that can be compared, a change may have come in from outside, so the call is skipped.
+        has_common_inputs = first_inputs.keys() & inputs.keys()
         if not has_common_inputs or _largest_change(first_inputs, inputs, spans):
             return
         change = _largest_change(first_outputs, outputs, spans)
@@ -237,7 +240,7 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     """Return the name of the innermost module that was running when the model raised on a pack, or None."""
-    raising: list[str] = []  # the outermost module first
+    raising: list[str] = []  # the outermost module first, because `calls_watched` notes it first
 
     def note_raising_call(name: str, call: int, inputs: int, outputs: int | None) -> None:
         if outputs is None:
@@ -291,7 +294,10 @@ def _is_inside(name: str, parent: str) -> bool:
 
 
 def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
-    """Return copies of the tensors among some leaves that have an axis of `num_tokens` among their first four axes."""
+    """Return copies of the tensors among some leaves that have an axis of `num_tokens` among their first four axes.
+
+    Hidden states, queries and keys, and attention weights have their tokens there; (B, heads, T, T) has the most axes.
+    """
     values_by_place = {}
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
@@ -322,7 +328,7 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
         if before.is_complex():
             before = torch.view_as_real(before)
             after = torch.view_as_real(after)
-        before = to_exact(before)
+        before = to_exact(before)  # in fp64, in which a difference is hardly rounded
         after = to_exact(after)
         scale = before.abs().max().clamp(min=1e-30)
         gaps = [(before[first_span] - after[second_span]).abs() for first_span, second_span in spans]
