@@ -193,6 +193,7 @@ class PackedDataCollator:
             "labels": packed_labels,
             "position_ids": position_ids(lengths),
             "cu_seq_lens": bounds,
+            # At least `self.max_length`, but no more than the pack has tokens
             "max_length": max(longest, min(self.max_length or 0, num_tokens + padding)),
             "seq_idx": seq_idx(lengths),
         }
@@ -216,9 +217,10 @@ class PackedDataCollator:
         """Return the order of the documents in the pack, and how they share rows; here they share none.
 
         Returns:
-            The document indices in this order; the number of rows that each document shares with the document before
-            it, in this order; and the content by which each document was compared to find this number, in the order of
-            `documents`, or [] if documents were not compared.
+            - the indices of the documents, in the order of the pack;
+            - the number of rows that each document shares with the document before it, in the order of the pack;
+            - the tokens and images that were compared to find these numbers, for each document in the order of the
+              argument; [] if nothing was compared.
         """
         return [*range(len(documents))], [0] * len(documents), []
 
@@ -237,7 +239,8 @@ class PackedDataCollator:
         Raises:
             ValueError: a document cannot be packed, see `PackedDataCollator`.
         """
-        # This runs in every batch, so only the keys of the first document are looked at
+        # This runs in every batch, so only the keys of the first document are looked at. `TEXT_KEYS` are
+        # "input_ids" and "labels". Other keys may be refused
         if not documents[0].keys() <= TEXT_KEYS:
             _check_columns(documents)
         tokens = [np.asarray(document["input_ids"]) for document in documents]

@@ -75,7 +75,8 @@ SAVED_FIELDS = {
     "ranks_reading": "count",
 }
 StreamPack = list[DocumentTokens]  # the documents of a pack
-# A part of the stream: its path, which `part_of` follows, and the epoch, which decides the order of a shuffled stream
+# A part of the stream: its path, and the epoch, which decides the order of a shuffled stream. A path has a pair
+# for each division of the stream, one after another: (number of pieces, index of the piece)
 StreamPart = tuple[list[tuple[int, int]], int]
 
 
@@ -238,9 +239,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                     self.counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
             if self.ranks_reading > self.ranks_per_share and self.rank >= self.ranks_per_share:
-                # In this pass all ranks have read, and counted, the same parts. In the next pass only groups of
-                # `ranks_per_share` ranks do. Only the first of these groups keeps the counts, because from then on the
-                # counts of all groups are added.
+                # In this pass more ranks have read, and counted, the same parts than in the next pass, where each group
+                # of `ranks_per_share` ranks reads parts of its own. From then on the counts of all groups are added. So
+                # only the first group keeps what was counted until now
                 self.counts = StreamCounts()
             self.num_passes += 1
             self._begin_pass()
@@ -449,7 +450,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for state in different_states:
             for part, reader in zip(state["parts"], state["readers"], strict=True):
                 if not reader["done"]:
-                    # `chunks` says how far the workers of a run are ahead of each other, and this run has other workers
+                    # `chunks` tells which workers of the earlier run have yielded more chunks than others and have to
+                    # wait for them. This run has other workers, which begin together
                     unread.append((part, reader | {"chunks": 0}))
             # A rank that is behind has read nothing of the later passes
             for epoch in range(state["num_passes"] + 1, last_pass + 1):
@@ -514,6 +516,7 @@ class FinishedPacks(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, micro_batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the finished documents of a micro-batch."""
+        # The result is a list of documents that also has the group of ranks which shares the micro-batch
         return RankShare.like(micro_batch, map(self.rows.finish, micro_batch))
 
 
