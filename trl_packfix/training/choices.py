@@ -107,6 +107,7 @@ def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ())
         off: the value that a user sets to undo the choice; None to leave the field unset.
         on: the values that meet the condition; () if every value but `off` meets it.
     """
+    # As users write it: `name=False`, but `name="text"`
     label = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
@@ -151,12 +152,15 @@ WEIGHT_COLUMN = _field_condition("weight_column")
 SOURCE_COLUMN = _field_condition("source_column")
 OVERLONG = _field_condition("overlong")
 KEEP_END = _field_condition("truncation_mode", "keep_start", ("keep_end",))
+# `enforce_flash_attention=False` keeps the attention that the model has
 ATTENTION_OF_MODEL = _field_condition("enforce_flash_attention", True)
 BATCH_SIZE = _field_condition("per_device_train_batch_size", 1)
 SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_length", "batch_rebalance"))
 NOT_OF_STREAMS = _strategy_condition(lambda traits: not traits.packs_streams)
+# "wrapped", which joins all documents and cuts them into blocks of `max_length` tokens
 CUT_BLOCKS = _strategy_condition(lambda traits: traits.cuts_blocks)
-# Strategies that limit packs by `max_length` or by the batch size; for `tokens_per_rank` they name an alternative
+# Strategies that limit packs by `max_length` or by the batch size, and not by `tokens_per_rank`. Lengths are not
+# enough for them, so `plan_packs` refuses them, and `alternative` says what to do in its place
 NOT_PLANNED_BY_TOKENS = _strategy_condition(lambda traits: traits.alternative is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
@@ -184,9 +188,11 @@ NO_MAX_STEPS = Condition(
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
 def NO_TRUNCATION(settings: RunSettings) -> str | None:
+    if not settings.packs or settings.args.overlong == "truncate":
+        return None
+    # A set `overlong` replaces the default of the strategy
     splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
-    policy = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
-    return policy if settings.packs and policy != "`overlong='truncate'`" else None
+    return OVERLONG.describe(settings) or splitting_strategy.describe(settings)
 
 
 @_make_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
@@ -435,6 +441,7 @@ def TENSOR_PARALLELISM(settings: RunSettings) -> str | None:
 
 @_make_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
 def TENSORS_AND_SHARDS(settings: RunSettings) -> str | None:
+    # `dp_size` is `fsdp_size` times `dp_replicate_size`, which is 1 if it is not set
     has_both_sizes = TENSOR_PARALLELISM.describe(settings) and _distributed_size("dp_size")(settings)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if has_both_sizes else None
 

@@ -308,8 +308,9 @@ class Objective(TrainerPart):
             counts_of_batches.append(layout.group.count_once(trained))
         accelerator = self._trainer.accelerator
         if self._trainer.aux_loss_enabled:
-            # The router loss is a mean over the statistics of all micro-batches with documents. Their number is the
-            # mean over ranks, because DDP averages gradients over ranks. If no micro-batch is empty, it is TRL's number
+            # The router loss is a mean over the micro-batches with documents, each of which has one statistic. The
+            # divisor is their number on a rank, averaged over ranks, because DDP averages gradients over ranks. If no
+            # micro-batch is empty, TRL divides by the same number
             num_filled = torch.stack([counts.any() for counts in counts_of_batches]).float().sum().to(device)
             self._num_statistics = accelerator.reduce(num_filled, reduction="mean")
         if self.args.document_weighting == "document":
@@ -410,6 +411,8 @@ class Objective(TrainerPart):
         dtype = sum_dtype(sizes.lengths.device)
         if costs is LLAMA_7B:  # the stand-in for a model whose costs are not known
             return sizes.lengths.new_zeros(())
+        # Attention costs more than linearly. So for each document the FLOPs of all its tokens are counted, and those of
+        # the beginning that another document computes are subtracted: `shared_tokens` are always first in a document
         document_flops, shared_flops = (
             training_flops(costs, tokens.to(dtype), self.trained_share).sum()
             for tokens in (sizes.lengths, sizes.shared_tokens)

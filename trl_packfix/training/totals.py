@@ -70,7 +70,8 @@ class ScoredBatch:
 OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
     "trained_tokens": lambda batch: batch.group.count_once(batch.trained.sum()),
     "tokens": lambda batch: batch.group.count_once(batch.sizes.tokens),  # tokens of documents, without padding
-    # Tokens that this rank computes, without padding: fewer than `tokens` if prefixes are shared
+    # Tokens that this rank computes, without padding: fewer than `tokens` if prefixes are shared. Each has a row of the
+    # pack, so `computed_rows` counts them
     "computed": lambda batch: batch.sizes.computed_rows,
     # Tokens on this rank, with padding. `torch.tensor` would synchronise with the device
     "row_tokens": lambda batch: batch.trained.new_full((), batch.num_row_tokens),
@@ -232,6 +233,8 @@ class TrainingTotals:
             accelerator: the accelerator of the trainer, which adds numbers of all ranks.
             copies: number of ranks that have counted the same tokens. The sums are divided by it.
         """
+        # A group of sums is pending on all ranks or on none: every rank gets the same number of micro-batches, dummies
+        # included. So either all ranks return here, before they exchange anything, or none does
         if not self._pending:
             return dict.fromkeys(self._names, 0.0)
         if self._stream_sources is not None:
