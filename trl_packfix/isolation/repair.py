@@ -247,7 +247,7 @@ class RepairedModule(AroundCalls):
         if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
-        # `widening` has the places of tensors with a further axis that is as long as the row, and indexes no tokens.
+        # `widening`: places of tensors with a further axis whose size depends on the row length, such as top-k indices.
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
             return batches.join(tensors, axes)
         # Integers are indices, which count the tokens of a row. They stay apart for each batch, in an object that is no
