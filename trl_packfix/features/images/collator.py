@@ -114,7 +114,7 @@ class RopeIndex:
         model = object.__new__(self.model_class)
         vars(model)["config"] = self.config
         for name in inputs:
-            if name.endswith("type_ids"):  # a value for each token, also of a document that was longer
+            if name.endswith("type_ids"):  # one value for each token; values behind the last token are cut off
                 inputs[name] = inputs[name][:, :num_tokens]
         positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
         return positions[:, 0]
