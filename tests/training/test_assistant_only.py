@@ -244,9 +244,7 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
         foreign = chats(CHAT, [CHAT[0], CHAT[1] | {name: False}, *CHAT[2:]])
         foreign.to_json(tmp_path / "chats.jsonl")  # of different forms: JSON when read
         (tmp_path / "mixed.jsonl").write_text((tmp_path / "chats.jsonl").read_text().replace(f',"{name}":null', ""))
-        message = (
-            rf"1 of 2 rows .* have messages with `{name}` 0, .*`message_train_key='weight'` reads another key.*Set"
-        )
+        message = rf"1 of 2 rows .* has messages with `{name}` 0, .*`message_train_key='weight'` reads another key.*Set"
         for rows in (foreign, Dataset.from_json(str(tmp_path / "mixed.jsonl"))):
             with pytest.raises(ValueError, match=message):
                 run_of(tmp_path, rows, **settings)

@@ -188,11 +188,11 @@ NO_MAX_STEPS = Condition(
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
 def NO_TRUNCATION(settings: RunSettings) -> str | None:
-    if not settings.packs or settings.args.overlong == "truncate":
-        return None
     # A set `overlong` replaces the default of the strategy
     splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
-    return OVERLONG.describe(settings) or splitting_strategy.describe(settings)
+    policy = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
+    truncates = policy == "`overlong='truncate'`"
+    return policy if settings.packs and not truncates else None
 
 
 @_make_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
