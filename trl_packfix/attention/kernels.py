@@ -3,7 +3,7 @@
 `varlen.py` calls these functions with the queries, keys and values of a pack, and with the length of each document or
 the boundaries between documents. They choose and call the kernel:
 
-    device  features                                     how
+    device  with these features at most                  how
     CPU     sliding window, sinks     the flash kernel of F.scaled_dot_product_attention, windows on tiles of queries
     CPU     softcap, dropout          plain torch on tiles of queries, recomputed in backward
     CUDA    sliding window, sinks     FlashAttention-2 as built into torch, all documents at once
@@ -46,7 +46,8 @@ from .flash import (
 from .rows import DocumentRows, TensorAxes
 
 MATH_TILE = 256  # queries per tile in plain torch, which is faster with fewer, larger matrix products
-AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)  # of queries, keys and values: (rows, heads, tokens, head dim)
+# Of queries, keys and values: (rows, heads, tokens, head dim). Some tensors have several axes of tokens; here it is one
+AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)
 
 
 class AttentionOptions(KernelOptions, total=False):
@@ -67,7 +68,8 @@ def attend_on_cpu(
         lengths: tokens of each document; their sum is T.
     """
     if options.get("softcap") is None and not options.get("dropout"):
-        # Each document is one run, whose keys are its own rows.
+        # `flash_on_cpu` computes runs: consecutive rows with the rows of their keys. Here each document is one run,
+        # whose keys are its own rows, so no index of keys is needed.
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
         runs = [RowsAndKeys(document, document) for document in documents]
         scale = options["scale"]
@@ -82,7 +84,9 @@ def attend_on_cpu(
 
 
 class KernelLaunch(NamedTuple):
-    """One launch of FlashAttention-2, for some documents of a pack, or for runs, where documents share prefixes.
+    """One launch of FlashAttention-2, for some documents of a pack.
+
+    Where documents share prefixes, it is for runs: consecutive rows of one document that read the same earlier rows.
 
     No field has a default, because torch 2.11 does not compile a slice as a default.
 
@@ -122,6 +126,7 @@ def attend_on_cuda(
         FlashCall(queries, keys, CudaKernel(bounds, max_lengths, only_if_shorter(window, max_lengths[1]), scale))
         for bounds, max_lengths, queries, keys in launches
     ]
+    # All launches of a pack copy keys, or none does
     copies_keys = isinstance(calls[0].keys, Tensor)
     is_whole_pack = len(calls) == 1 and not copies_keys
     kernel = calls[0].kernel if is_whole_pack else FlashCalls(calls, shares_keys=copies_keys)
@@ -183,10 +188,11 @@ def attend_by_document(
     would attend to padding, so with `is_causal=False` all documents of a batch have one length.
 
     Args:
-        lengths: tokens of each document; their sum is T. Zeros, as for windows of an image without tokens, are skipped.
+        lengths: tokens of each document; their sum is T. Zeros are skipped: a window of an image may have no tokens.
         is_causal: whether a token attends to the tokens up to itself only.
     """
     value_dim = value.shape[-1]
+    # Pad heads to a width that the kernel takes. The output is cut to the width of the values.
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     lengths_above_zero = tuple(length for length in lengths if length)
     # The documents in `rows.padded_batches`, one document per row. `split` cuts a tensor of the pack into the rows of a
@@ -214,7 +220,10 @@ def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -
 def _sdpa_rows(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """Compute attention within each row of a batch by F.scaled_dot_product_attention: (B, H, L, D_value)."""
+    """Compute attention within each row of a batch by F.scaled_dot_product_attention: (B, H, L, D_value).
+
+    Only causal attention has a window, so a row that is longer than its window is causal.
+    """
     scale = options["scale"]
     dropout = options.get("dropout", 0.0)
     window = options.get("window")

@@ -61,7 +61,8 @@ class Ledger:
     kept: DocumentCounts = field(default_factory=DocumentCounts)  # the documents that remain
     # Documents that were truncated, and the tokens that they lost
     truncated: DocumentCounts = field(default_factory=DocumentCounts)
-    # Documents that were split. They lose no token, but the first token of each later fragment is no longer trained
+    # Documents that were split, with the trained tokens that they lost: the first token of each later fragment is no
+    # longer trained. They lose no other token
     split: DocumentCounts = field(default_factory=DocumentCounts)
     fragments: int = 0  # number of documents that were made by splitting
     # Documents that were dropped, by the reason: `bad_row`, `empty`, `overlong` or `untrained`
@@ -151,6 +152,7 @@ class Documents:
             # `within` omits the documents of group -1
             token_order = token_order.within(np.where(mask, 0, -1))
             new_number = np.cumsum(mask) - 1
+            # `common` stays: how many tokens each document of the order has in common with the one before it
             token_order = TokenOrder(new_number[token_order.order], token_order.common)
         file = self.file
         if file is not None:
@@ -226,7 +228,8 @@ def make_documents(
         spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
         if overlong == "truncate":
-            # Truncating would cut through an image of these documents. Evaluation and prediction need all rows
+            # Truncating would cut through an image of these documents. Training drops them. Evaluation and prediction
+            # need all rows, so they refuse them
             spans = reader.drop_undividable(spans, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
@@ -306,7 +309,7 @@ def _table_spans(reader: RowReader) -> Documents:
                 "positive and add up to the row. Correct `seq_lengths`, or remove the column so that each row is one "
                 "document."
             )
-        # Sum the lengths over the whole table, then subtract the tokens of all rows before
+        # Sum the lengths over the whole table, then subtract the tokens of all rows before the row of the document
         stop = np.cumsum(lengths) - np.repeat(np.cumsum(row_totals) - row_totals, documents_per_row)
         start = stop - lengths
     spans = Documents(row, start, stop, reader.count_trained(row, start, stop), Ledger())

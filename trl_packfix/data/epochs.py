@@ -95,6 +95,7 @@ class EpochPlanner:
             units = self.units()
             block = self.documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
+            # `units.rows`: the tokens that each unit takes in a pack
             self.first_plan = PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
             counted = f"{self.first_plan.num_packs} packs"
@@ -125,7 +126,7 @@ class EpochPlanner:
         return self.packing.cost_model.tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
-        """Estimate the FLOPs for the images of documents, without the images in the tokens that a document shares.
+        """Estimate the FLOPs for those images of documents that lie behind the tokens which a document shares.
 
         The FLOPs of a document are divided evenly over the tokens from its first image to its last image.
 
@@ -193,7 +194,8 @@ class EpochPlanner:
             self.resume_point = ResumePoint(point.epoch + 1, point.first_step + point.num_steps)
             return
         schedule = remaining_planner.schedule(0)
-        # Then number the documents as in the table, and put the empty steps in front
+        # Then number the documents as in the table. Put the trained steps in front, as slots that end at offset 0, so
+        # that they are empty
         num_trained_micro_steps = point.num_steps * packing.accumulation
         empty_slots = np.zeros(num_trained_micro_steps * packing.world_size, np.int64)
         self._resumed_schedule = replace(
@@ -305,6 +307,7 @@ class EpochPlanner:
                 # of the first plan are trained in another order.
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
+        # The documents of a unit come in random order, where the feature allows it
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 

@@ -225,7 +225,11 @@ class _StepProbe:
         return gap, "one document alone has the gradient of its own loss"
 
     def test_shift(self) -> Finding | None:
-        """Change the tokens around the last label of a document; None where their effect cannot be seen."""
+        """Change the tokens around the last label of a document.
+
+        The gap is infinite if the token before the label has no effect. None if the effect of the token of the label
+        itself cannot be seen.
+        """
         gap_by_last_input = self.effect_of_last_input()
         if not self.nearest_token_counts():
             return inf, "a label is predicted from the token before it; it was not: are labels shifted twice?"
@@ -241,9 +245,10 @@ class _StepProbe:
     def test_content(self) -> Finding:
         """Compare documents whose content misleads about their boundaries, among masked neighbours, with them alone."""
         packs = _misleading_packs(self.documents)
-        gaps = {kind: self.effect_of_neighbours(pack, (0, 2)) for kind, pack in packs.items()}
+        first_and_last = (0, 2)  # of the three documents of each pack
+        gaps = {kind: self.effect_of_neighbours(pack, first_and_last) for kind, pack in packs.items()}
         kind = max(gaps, key=gaps.__getitem__)
-        return gaps[kind], f"nor where documents {kind}"
+        return gaps[kind], f"nor where documents {kind}"  # goes on with the sentence of `test_isolation`
 
     def test_labels(self) -> Finding:
         """Compare one pack of all documents with the sum of the documents alone."""
@@ -251,7 +256,8 @@ class _StepProbe:
         with_first_labels = [
             document | {"labels": [document["input_ids"][0], *document["labels"][1:]]} for document in self.documents
         ]
-        return self.gap_to_total([[self.documents], [with_first_labels]]), "a pack is the sum of its documents"
+        one_pack_each = [[self.documents], [with_first_labels]]  # two steps of one pack
+        return self.gap_to_total(one_pack_each), "a pack is the sum of its documents"
 
     def test_order(self) -> Finding:
         """Compare packs of the documents in other orders with the sum of the documents alone."""
@@ -294,7 +300,8 @@ class _StepProbe:
         if new_token is None:
             return None
         gradient = self.summed_gradient([[document]])
-        # If another last label changes nothing, the step takes its targets from the inputs.
+        # If another last label changes nothing, the step takes its targets from the inputs. An effect up to the largest
+        # tolerance could be rounding.
         relabelled = document | {"labels": [*document["labels"][:-1], new_token]}
         if largest_gap(self.summed_gradient([[relabelled]]), gradient) <= LARGEST_USEFUL_TOLERANCE:
             return None
@@ -516,6 +523,7 @@ def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
     ]
     return {
         "are cut in the middle": change_lists(lambda values: values[: max(2, len(values) // 2)]),
+        # A document of two tokens stays whole
         "lack their first token": change_lists(lambda values: values[min(1, len(values) - 2) :]),
         "have their first and last token inside": change_lists(lambda values: values * 2),
         "are equal": [longest[-1]] * 3,

@@ -7,9 +7,10 @@ passes trains on packs. One that fails is repaired (`search.py`), or unpacked (`
 Words: a model is *proved* if the probe has found documents in packs isolated, and equal to themselves alone. It is
 *repaired* if some modules run on each document separately, and *unpacked* if its backbone gets the documents of a pack
 as rows of a padded batch. The *previous* attention is the one that the user gave the model, and that it has outside of
-packs. *Towers* are the parts of a model that read no text, such as images. The *degree* is the number of ranks that
-share a pack. A *feature* changes packs, such as shared prefixes (`feature.py`); packs without it are *plain*. A model
-is *wrapped* by PEFT, DDP or an engine.
+packs. *Towers* are the parts of a model that read no text, but images, for example. The *degree* is the number of
+ranks that share a pack. A *feature* changes packs, such as shared prefixes (`feature.py`). Its `plain` is the feature
+that all packs of the run have, such as images, or `PLAIN` if there is none; such packs are proved first. A model is
+*wrapped* by PEFT, DDP or an engine.
 """
 
 import warnings
@@ -102,16 +103,16 @@ class PackedModel:
         self._towers = tower_support() if feature.plain.has_towers else TowerSupport()
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
-        run_hooks_inside_adapters(model)
+        run_hooks_inside_adapters(model)  # with peft 0.20 the hooks on the model would not run
         self._head_hook: RemovableHandle | None = None  # keeps the LM head of a sharded model whole
-        # By name of an attention, why it is not used; None if it may be used after a trial without it
+        # By name of an attention: why it is not used. None: packs leaked without it, too, so it is used again
         self._refusals: dict[str, str | None] = {}
         self._forget_proofs()
         self._choose_attention()
 
     def _choose_attention(self) -> None:
         """Choose the attention of packs by the refusals so far, and forget the last report, repairs and unpacking."""
-        # 1. Choose the attention of the text.
+        # 1. Choose the attention of the part that reads text. The attention of towers has refusals of its own.
         tower_attention = self._towers.attention_name
         choose = partial(
             choose_attention,
@@ -122,19 +123,26 @@ class PackedModel:
             refusals={name: reason for name, reason in self._refusals.items() if reason and name != tower_attention},
         )
         needs_varlen = self._needs_varlen
-        if needs_varlen == LOOKS_UP:  # flash attention gains more than shared rows, so they are given up for it
+        # Only `packfix_varlen` serves shared rows. If flash attention can be used, and `packfix_varlen` is no flash
+        # attention here, the run gives up shared rows, because flash attention saves more time.
+        if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if choose().is_flash and not choose(needs_varlen=needs_varlen).is_flash:
                     needs_varlen = None
         self.attention = choose(needs_varlen=needs_varlen)
         # 2. Add to its reason what the report says about towers.
-        why_no_towers = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
-        why_no_towers = self._refusals.get(tower_attention) or why_no_towers
+        # The reason is used for the towers that keep their own attention.
+        why_no_towers = self._refusals.get(tower_attention)
+        if why_no_towers is None:
+            why_no_towers = (
+                "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
+            )
         note = self._towers.note(base_model(self.model), self._takes_towers, why_no_towers)
         self.attention = replace(self.attention, reason=self.attention.reason + note)
         # 3. Begin anew, without a report, repairs or unpacking.
         self.isolation: IsolationReport | None = None
+        # Modules that get packs although the model gets padded rows, because a hook replaces their input
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
         self._search: RepairSearch | None = None
@@ -213,7 +221,10 @@ class PackedModel:
             hooks.remove()
         self._search = None
         set_attention(self.model, self.attention.previous)
-        self._unpacked = self.feature.plain.make_unpacked_class(UnpackedForward)(self.model)
+        unpacked_class = self.feature.plain.make_unpacked_class(
+            UnpackedForward
+        )  # with images, a class for rows with them
+        self._unpacked = unpacked_class(self.model)
         for hooks in self._hooks:
             hooks.install()
         self.isolation = self._report_probe(wrapped)
@@ -252,9 +263,9 @@ class PackedModel:
             try:
                 return self._report_probe(wrapped)
             except KernelError as error:  # equal on all ranks: it depends on the model, the dtype and the device
-                if error.kernel is None:
+                if error.kernel is None:  # the attention of the part that reads text
                     self._replace_kernel(error)
-                else:
+                else:  # the attention of a tower
                     self._refuse_kernel(error.kernel, " ".join(str(error).split()))
 
     def _refuse_kernel(self, kernel: str, reason: str | None) -> None:
@@ -272,7 +283,8 @@ class PackedModel:
         """
         name = self.attention.name
         reason = " ".join(str(error).split())
-        # With a cause, the model needs its own attention, whose masks hold more than boundaries.
+        # An `OwnAttentionError` says that the masks of this model hold more than boundaries, for its cause. Then no
+        # kernel without a mask can compute it, and the model keeps its own attention.
         cause = error.cause if isinstance(error, OwnAttentionError) else None
         is_last_kernel = name == ATTENTION_NAME and cause is None
         if not self.enforce_flash_attention or is_last_kernel:
@@ -397,6 +409,7 @@ class PackedModel:
 
         A model may need its own attention, because the masks that it makes may hold more than boundaries.
         """
+        # The name under which the model's own attention runs on packs
         own_name = own_in_packs(base_model(self.model), self.attention.previous)
         for name in dict.fromkeys((self.attention.name, own_name)):
             if name != self.attention.name:
@@ -406,13 +419,14 @@ class PackedModel:
             search = RepairSearch(probe, self._guard, self.max_length)
             self._search = search
             try:
-                with probe.undisturbed():
+                with probe.undisturbed():  # without dropout and the user's hooks; restores buffers and random state
                     report = self._as_test(search.search_repairs)()
             except OwnAttentionError:
                 search.give_up()
                 continue
+            # The search has tested documents of text only. If the probe has examples of other kinds, test them now.
             if probe.has_further_examples and report.passed:
-                report = self._report_probe(wrapped)  # the search repairs and tests documents of text
+                report = self._report_probe(wrapped)
             if report.passed:
                 self.isolation = replace(report, repaired=search.repairs)
                 if name != self.attention.name:
@@ -441,7 +455,7 @@ class PackedModel:
             self._guard.before_pack = None
             try:
                 return test()
-            finally:
+            finally:  # in training, the guard restores the tested attention before each pack
                 self._guard.before_pack = self._restore_attention
 
         return run_test

@@ -86,14 +86,16 @@ class RepairSearch:
                 continue
             # Then find the module to repair.
             if pair is not None:
-                # If only the gradient shows the leak, states differ by less than rounding, and any change counts.
+                # The report may name the modules already. If not, look for modules whose states differ by more than
+                # rounding. If only the gradient shows the leak, all states differ by less, so any difference counts.
                 states_differ = max(report.max_change, report.max_difference) > report.tolerance
                 leaks = report.leaks or find_leaks(self.probe, pair, report.tolerance if states_differ else 0.0)
                 name = leaks[0].name if leaks else None
             elif not self.guard.ignores_masks and self._masks_are_boundaries():
+                # The probe raised because of a mask that says no more than the boundaries. Ignore such masks
                 self.guard.ignores_masks = True
                 continue
-            else:
+            else:  # the probe raised for another reason
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
             if name is None and self._sites:  # no forward shows the module: try the last repair in another mode
                 name = list(self._sites.values())[-1].names[0]
@@ -132,7 +134,7 @@ class RepairSearch:
 
     def _masks_are_boundaries(self) -> bool:
         """Return whether the model raises on a pack because of a mask that may only hide keys, as boundaries do."""
-        try:  # with gradients, because a mask that needs a gradient does more
+        try:  # with gradients: a mask that needs a gradient is learned, so it does more than hide keys
             self.probe.forward_packed([self.probe.tokens(n) for n in DOCUMENT_LENGTHS], gradient=True)
         except CannotRun as error:
             return isinstance(error.__cause__, OwnMaskError) and error.__cause__.may_only_hide
@@ -194,9 +196,12 @@ class RepairSearch:
         site.remove()
         for mode in site.modes:
             try:
+                # By name of a module: along which axes its inputs and outputs have tokens and rows
                 axes = learn_axes(self.probe, site.names)
                 gets_positions = any("position_ids" in module_axes.inputs for module_axes in axes.values())
-                if not mode.gets_positions and not gets_positions:  # equal to the mode before, with positions
+                # `REPAIR_MODES` has each mode with positions before the same mode without them. The two differ only
+                # for a module that takes positions.
+                if not mode.gets_positions and not gets_positions:
                     continue
                 if not axes:
                     return False
