@@ -168,6 +168,7 @@ class EpochPlanner:
         With the strategy `minibatch` a unit consists of documents of one optimizer step. The steps have other
         documents in every epoch, so every epoch has other units of several documents.
         """
+        # `regroups`: whether the feature plans units of several documents
         units_are_documents = not self.packing.feature.regroups
         if units_are_documents or not self.packing.traits.keeps_unpacked_steps:
             return self._units_of_all_epochs
@@ -307,7 +308,7 @@ class EpochPlanner:
                 # of the first plan are trained in another order.
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
-        # The documents of a unit come in random order, where the feature allows it
+        # The documents of a unit come in random order if `packing.shuffle` is set
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 

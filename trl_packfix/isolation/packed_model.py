@@ -134,7 +134,7 @@ class PackedModel:
         # 2. Add to its reason what the report says about towers.
         # The reason is used for the towers that keep their own attention.
         why_no_towers = self._refusals.get(tower_attention)
-        if why_no_towers is None:
+        if not why_no_towers:
             why_no_towers = (
                 "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
             )
@@ -187,7 +187,7 @@ class PackedModel:
             KernelError: no attention kernel computes this model.
         """
         self.attach_packed_attention()
-        gather_lm_head_with_model(base_model(self.model))
+        gather_lm_head_with_model(base_model(self.model))  # for ZeRO-3; the next lines are for FSDP2
         if self._head_hook is None:  # the engine may have sharded the model since `attach_packed_attention`
             self._head_hook = unshard_lm_head(base_model(self.model))
         attention_before = self.attention
@@ -221,9 +221,8 @@ class PackedModel:
             hooks.remove()
         self._search = None
         set_attention(self.model, self.attention.previous)
-        unpacked_class = self.feature.plain.make_unpacked_class(
-            UnpackedForward
-        )  # with images, a class for rows with them
+        # With images, a class whose rows have images
+        unpacked_class = self.feature.plain.make_unpacked_class(UnpackedForward)
         self._unpacked = unpacked_class(self.model)
         for hooks in self._hooks:
             hooks.install()

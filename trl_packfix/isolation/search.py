@@ -49,7 +49,7 @@ class _RepairSite:
 class RepairSearch:
     """Repairs the model of a probe. It may also set `ignores_masks` of the guard on the model's forward.
 
-    Its methods are called inside `probe.undisturbed()`.
+    Its methods are called inside `probe.undisturbed()`: without dropout and hooks of the user on gradients.
 
     Args:
         max_length: the longest document of the run, in tokens; None tests every threshold of the model.
@@ -146,6 +146,7 @@ class RepairSearch:
             shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
         except CannotRun:
             return False
+        # `positions.name` is the path of the module that gets the positions
         self._restarted += [RestartedPositions(self._modules[positions.name], positions) for positions in shifted]
         for restarted in self._restarted:
             restarted.install()
