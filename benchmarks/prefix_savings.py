@@ -92,7 +92,7 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
     reader = TokenReader(rows)
     documents = make_documents(reader, capacity, "drop")
     seconds, order = cpu_seconds(lambda: token_order(reader, documents))
-    documents = replace(documents, tokens=order)
+    documents = replace(documents, token_order=order)
     lengths, tokens = documents.lengths, int(documents.lengths.sum())
     kept = {"documents": len(documents), "dropped": len(rows) - len(documents), "tokens": tokens}
     for setting in ("off", "pack", "family"):
@@ -136,7 +136,7 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
     reader = TokenReader(rows)
     longest = CAPACITIES[-1]
     documents = make_documents(reader, longest, "drop")
-    documents = replace(documents, tokens=token_order(reader, documents))
+    documents = replace(documents, token_order=token_order(reader, documents))
 
     def training(setting: SharePrefixes) -> Schedule:
         parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting}

@@ -202,7 +202,7 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
             row = {"part": "epoch", "documents": num, "method": method, "ranks": ranks}
             row["made_cpu_s"] = time.process_time() - start
             make_epochs(documents, method, **settings).schedule(1)
-            file = kept.file("schedule", 1)
+            file = kept.cache_file("schedule", 1)
             assert file is not None, f"{num} documents are too few to be cached"
             assert file.exists(), f"{num} documents are too few to be cached"
             start = time.process_time()
