@@ -83,7 +83,7 @@ def _is_similar(word: str, known: list[str]) -> bool:
 
 
 def read_recipe(name: str) -> str:
-    """Return the text of a recipe; raise ValueError with the recipes like it if there is none of this name."""
+    """Return the text of a recipe; raise ValueError, with the recipes of similar names, if no recipe has the name."""
     if name not in recipe_names():
         names = similar_recipes(name)
         advice = f"Set one of these:\n{list_recipes(names)}" if names else "Set one that `trl-packfix recipes` lists."

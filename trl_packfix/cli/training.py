@@ -87,7 +87,7 @@ def _check_loggers(args: SFTConfig) -> None:
         raise ValueError(
             f"`report_to: {missing[0]}` was given, and transformers has no such logger, or its package is not "
             f"installed. Nothing would be logged there. Install the package (`pip install {missing[0]}`), or set "
-            f"`report_to` to `none` or to a logger that is installed ({', '.join(installed) or 'there is none'})."
+            f"`report_to` to `none` or to a logger that is installed ({', '.join(installed) or 'none is installed'})."
         )
 
 

@@ -9,8 +9,8 @@ Words: a model is *proved* if the probe has found documents in packs isolated, a
 as rows of a padded batch. The *previous* attention is the one that the user gave the model, and that it has outside of
 packs. *Towers* are the parts of a model that read no text, but images, for example. The *degree* is the number of
 ranks that share a pack. A *feature* changes packs, such as shared prefixes (`feature.py`). Its `plain` is the feature
-that all packs of the run have, such as images, or `PLAIN` if there is none; such packs are proved first. A model is
-*wrapped* by PEFT, DDP or an engine.
+that all packs of the run have, such as images, or `PLAIN` without such a feature; these packs are proved first. A
+model is *wrapped* by PEFT, DDP or an engine.
 """
 
 import warnings

@@ -74,6 +74,7 @@ class ImageSupport:
 
 
 def _refuse_images(dataset: object, what_it_does_and_remedy: str) -> NoReturn:
+    """Raise ValueError for a dataset with images: it needs the missing folder, which does what is given in words."""
     (column, *_) = [name for name in columns_of(dataset) if name in IMAGES]
     raise ValueError(
         f"A dataset with the column `{column}` was given, and this installation of trl_packfix is without its folder "
