@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from shutil import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from support.models import build_tiny_model
 from support.runs import build_trainer
 from transformers import AutoTokenizer
 
-from trl_packfix.cli import main
+from trl_packfix.cli import main, tokens
 from trl_packfix.cli.forecast import candidate_lengths
 from trl_packfix.cli.lengths import read_lengths
 from trl_packfix.cli.sources import load_rows
@@ -371,3 +372,11 @@ def test_memory_with_data_is_that_of_the_recommended_length(workplace, printed):
     words = [workplace / "rows.jsonl", "--model", workplace / "model", "--strategy", "stream", "--memory", 2]
     output = printed("plan", *words)
     assert {row["tokens"] for row in output["memory"]} == {8 * output["max_length"]}
+
+
+def test_the_config_of_a_model_is_that_of_its_revision(monkeypatch):
+    """No revision is in a folder, so this records what transformers is asked for."""
+    monkeypatch.setattr(tokens.AutoConfig, "from_pretrained", lambda name, **options: (name, options["revision"]))
+    model = SimpleNamespace(model_name_or_path="org/model", model_revision="v2")
+    configs = SimpleNamespace(model=model, training=SimpleNamespace(trust_remote_code=False))
+    assert tokens.load_model_config(configs) == ("org/model", "v2")
