@@ -9,7 +9,11 @@ Fault = Callable[[], AbstractContextManager]
 
 
 def changed(owner: Any, name: str, wrong: Callable) -> Fault:
-    """Return a fault that runs `wrong(right, *arguments)` in place of a function `name` of `owner`."""
+    """Return a fault that runs `wrong(right, *arguments)` in place of a function `name` of `owner`.
+
+    A name that `owner` has no more raises here, when the faults are imported, and not only in `make faults`.
+    """
+    assert hasattr(owner, name), f"{owner} has no {name}: follow the new name here"
 
     def fault():
         right = getattr(owner, name)

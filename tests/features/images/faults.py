@@ -55,7 +55,7 @@ ON_PARTS: dict[str, Fault] = {
     "features_of_the_first": changed_inputs(first_features),
     "features_late": changed(
         TowerDivision,
-        "exchanged",
+        "gather_outputs",
         lambda right, *args: tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(*args)),
     ),
     "other_images": changed(loaders, "cut_part", images_in_other_order),
@@ -80,7 +80,7 @@ def in_order_of_documents(right, images, documents, runs, position_ids):
 
 def images_of_last_turns(right, self, turn, processor):
     made = right(self, turn, processor)
-    images = conversation._images(self.messages)
+    images = conversation._images_of_messages(self.messages)
     return made | {"images": images[len(images) - len(made["images"]) :]}
 
 
