@@ -103,7 +103,7 @@ def nearest_tests(module: Path) -> list[Path]:
     """Return the test files of the smallest two distances, nearest first, those of the module's wing before others."""
     found = distances(module)
     found = found or dict.fromkeys((TESTS / module.parent.relative_to(PACKAGE)).glob("test_*.py"), 0)
-    limit = min(found.values()) + 1
+    limit = min(found.values(), default=0) + 1
     near = [test for test, distance in found.items() if distance <= limit]
     return sorted(near, key=lambda test: (found[test], test.parent.name != module.parent.name, test))
 

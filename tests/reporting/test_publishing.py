@@ -16,6 +16,7 @@ import pytest
 from datasets import Dataset
 from matplotlib.image import imread
 from rich.console import Console
+from support.features import needs
 from support.launch import PROCESS_SECONDS
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import build_trainer, config
@@ -89,6 +90,7 @@ TRAINERS = {  # keys of transformers and TRL
 }
 
 
+@needs("pack_forward")
 def test_every_key_of_the_log_is_on_the_page_and_no_other(trainer):
     tool = runpy.run_path(str(ROOT / "tools" / "logged.py"))
     assert (ROOT / "docs" / "logging.md").read_text() == tool["page"](), "run `python tools/logged.py`"
