@@ -1,6 +1,6 @@
 """What documents share: rows and FLOPs with `share_prefixes`, on chats and on one sample per assistant turn.
 
-    python benchmarks/prefix_savings.py --data DIR --tokenizer DIR                # 5 minutes
+    python benchmarks/prefix_savings.py --data DIR --tokenizer DIR                # half a minute
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --csv savings.csv
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --parts 4096   # packs that ranks share
 
