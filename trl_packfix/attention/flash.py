@@ -40,14 +40,15 @@ MAX_CUDA_HEAD_DIM = 256
 FLASH_TILE = 64
 
 
-# torch.compile evaluates this function once, while it traces, and not in every layer.
+# Every layer calls this function. torch.compile calls it while it traces, and takes the result for a constant of the
+# graph. Other code gets the cached result of `_find_varlen_problem`. The two decorators do not work on one function.
 @torch.compiler.assume_constant_result
 def cuda_varlen_problem() -> str | None:
     """Return why the FlashAttention-2 kernels of torch cannot run in this environment; None if they can."""
     return _find_varlen_problem()
 
 
-@lru_cache(maxsize=1)  # called in every layer
+@lru_cache(maxsize=1)
 def _find_varlen_problem() -> str | None:
     """Find the result of `cuda_varlen_problem`, once."""
     if torch.version.hip is not None:
@@ -150,6 +151,7 @@ def flash_on_cpu(
     for run in runs:
         first_row = run.rows.start
         num_earlier = run.num_earlier_keys
+        # The rows of the keys. Without `kv_index` it is a slice, and the run has no earlier keys.
         keys: Any = run.keys if kv_index is None else kv_index[run.keys]
         if window is None or run.num_keys <= window:
             # The rows attend causally to each other. In a second call they all attend to all keys of the prefix.
@@ -297,15 +299,15 @@ class FlashCalls:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.calls) == 1:
-            # Each query is in a call, so the only call has all of them, and its output is returned. Writing it into a
-            # tensor, as below, would be wrong in compiled code: with torch 2.11 the backward reads tensors as they were
-            # before they were written in place.
+            # Each query is in a call, so the only call has all of them, and its output is returned. Training with
+            # `torch_compile` always gets here: it plans no second call. Writing into a tensor, as below, would be wrong
+            # in compiled code, whose backward with torch 2.11 reads tensors as they were before they were written.
             queries, keys, kernel, _ = self.calls[0]
             return kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
         B, H, T, D = query.shape
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
         merged_dtype = sum_dtype if any(call.merges for call in self.calls) else query.dtype
-        # In memory tokens come before heads, as the output projection reads them.
+        # The output projection reads a tensor (B, T, H, D), so the memory has this order, and `out` is a view of it.
         out = query.new_empty(B, T, H, D, dtype=merged_dtype).transpose(1, 2)
         lse = query.new_empty(B, H, T, dtype=sum_dtype)
         for queries, keys, kernel, merges in self.calls:

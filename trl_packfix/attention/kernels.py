@@ -3,7 +3,7 @@
 `varlen.py` calls these functions with the queries, keys and values of a pack, and with the length of each document or
 the boundaries between documents. They choose and call the kernel:
 
-    device  with these features at most                  how
+    device  supports at most          how
     CPU     sliding window, sinks     the flash kernel of F.scaled_dot_product_attention, windows on tiles of queries
     CPU     softcap, dropout          plain torch on tiles of queries, recomputed in backward
     CUDA    sliding window, sinks     FlashAttention-2 as built into torch, all documents at once
@@ -46,8 +46,7 @@ from .flash import (
 from .rows import DocumentRows, TensorAxes
 
 MATH_TILE = 256  # queries per tile in plain torch, which is faster with fewer, larger matrix products
-# Of queries, keys and values: (rows, heads, tokens, head dim). Some tensors have several axes of tokens; here it is one
-AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)
+AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)  # the axes of queries, keys and values, (rows, heads, tokens, head dim)
 
 
 class AttentionOptions(KernelOptions, total=False):
@@ -68,14 +67,14 @@ def attend_on_cpu(
         lengths: tokens of each document; their sum is T.
     """
     if options.get("softcap") is None and not options.get("dropout"):
-        # `flash_on_cpu` computes runs: consecutive rows with the rows of their keys. Here each document is one run,
-        # whose keys are its own rows, so no index of keys is needed.
+        # `flash_on_cpu` gets the rows of each document, and the rows of its keys. Here these are the same rows. They
+        # differ only where documents share prefixes, and then `kv_index` lists the keys.
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
         runs = [RowsAndKeys(document, document) for document in documents]
         scale = options["scale"]
         window = options.get("window")
         sinks = options.get("sinks")
-        return flash_on_cpu(query, key, value, runs, None, scale=scale, window=window, sinks=sinks)
+        return flash_on_cpu(query, key, value, runs, kv_index=None, scale=scale, window=window, sinks=sinks)
     # `split` and not slices: the backward of each slice would allocate a gradient of the whole row.
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
     outs = [math_in_tiles(q, k, v, **options).transpose(1, 2) for q, k, v in zip(queries, keys, values, strict=True)]
@@ -86,7 +85,8 @@ def attend_on_cpu(
 class KernelLaunch(NamedTuple):
     """One launch of FlashAttention-2, for some documents of a pack.
 
-    Where documents share prefixes, it is for runs: consecutive rows of one document that read the same earlier rows.
+    Where documents share prefixes, the pack has each prefix once. A "document" below is then only the rows of a document
+    behind its prefix, and its keys are the rows of the prefix and these rows.
 
     No field has a default, because torch 2.11 does not compile a slice as a default.
 
@@ -123,12 +123,13 @@ def attend_on_cuda(
     sinks = options.get("sinks")
     # A launch whose documents all fit into the window runs without it, which is faster.
     calls = [
-        FlashCall(queries, keys, CudaKernel(bounds, max_lengths, only_if_shorter(window, max_lengths[1]), scale))
+        FlashCall(queries, keys, CudaKernel(bounds, max_lengths, limit_if_shorter(window, max_lengths[1]), scale))
         for bounds, max_lengths, queries, keys in launches
     ]
-    # All launches of a pack copy keys, or none does
+    # Where documents share prefixes, all launches of the pack copy keys; in other packs none does.
     copies_keys = isinstance(calls[0].keys, Tensor)
     is_whole_pack = len(calls) == 1 and not copies_keys
+    # Both are a `FlashKernel`: one kernel, or several calls that behave like one
     kernel = calls[0].kernel if is_whole_pack else FlashCalls(calls, shares_keys=copies_keys)
     return flash_on_cuda(query, key, value, sinks, kernel)
 
@@ -167,7 +168,7 @@ def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longe
     return out.transpose(0, 1)[None, ..., :value_dim]
 
 
-def only_if_shorter(size: int | None, longest: int) -> int | None:
+def limit_if_shorter(size: int | None, longest: int) -> int | None:
     """Return the size of a window or of a chunk if it is shorter than the longest document, else None: no limit."""
     return None if size is None or size >= longest else size
 
@@ -184,11 +185,12 @@ def attend_by_document(
 ) -> Tensor:
     """Compute attention within each document on any device: (1, H, T, D_value).
 
-    Documents of similar length are rows of a right-padded batch of at most T padded tokens. Without causality a query
-    would attend to padding, so with `is_causal=False` all documents of a batch have one length.
+    Documents of similar length are rows of a right-padded batch of at most T tokens, padding included. With
+    `is_causal=False` all documents of a batch have one length, because queries would attend to padding.
 
     Args:
-        lengths: tokens of each document; their sum is T. Zeros are skipped: a window of an image may have no tokens.
+        lengths: tokens of each document; their sum is T. Zeros are skipped. A vision tower, which cuts images into
+            windows and computes each window like a document, may have windows without tokens.
         is_causal: whether a token attends to the tokens up to itself only.
     """
     value_dim = value.shape[-1]
@@ -197,7 +199,7 @@ def attend_by_document(
     lengths_above_zero = tuple(length for length in lengths if length)
     # The documents in `rows.padded_batches`, one document per row. `split` cuts a tensor of the pack into the rows of a
     # batch, and `join` lays the results of all batches end to end again.
-    rows = _document_rows(lengths_above_zero, query.device, pads=is_causal)
+    rows = _document_rows(lengths_above_zero, query.device, mixes_lengths=is_causal)
     has_sdpa_options = options.get("softcap") is None and options.get("sinks") is None
     attend = _sdpa_rows if has_sdpa_options else math_in_tiles
     outs = []
@@ -209,12 +211,12 @@ def attend_by_document(
 
 # The layers of a model, and those of a vision tower, call this with up to two lists of lengths each.
 @lru_cache(maxsize=4)
-def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -> DocumentRows:
-    """Return the documents as rows of batches of at most T padded tokens, cached.
+def _document_rows(lengths: tuple[int, ...], device: torch.device, mixes_lengths: bool) -> DocumentRows:
+    """Return the documents as rows of batches of at most T tokens, padding included; cached.
 
-    `pads` is whether documents of different lengths may share a batch.
+    `mixes_lengths` is whether documents of different lengths may share a batch.
     """
-    return DocumentRows(list(lengths), device, budget=sum(lengths), pads=pads)
+    return DocumentRows(list(lengths), device, budget=sum(lengths), mixes_lengths=mixes_lengths)
 
 
 def _sdpa_rows(
@@ -222,7 +224,7 @@ def _sdpa_rows(
 ) -> Tensor:
     """Compute attention within each row of a batch by F.scaled_dot_product_attention: (B, H, L, D_value).
 
-    Only causal attention has a window, so a row that is longer than its window is causal.
+    A window is given for causal attention only.
     """
     scale = options["scale"]
     dropout = options.get("dropout", 0.0)
@@ -235,7 +237,7 @@ def _sdpa_rows(
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale)
     outs = []
     for start, stop, first_key in query_tiles(length, window, max(window, MATH_TILE)):
-        visible = visible_keys(stop - start, stop - first_key, window, device=query.device)
+        visible = visible_keys(stop - start, stop - first_key, window, device=query.device)  # bool, (queries, keys)
         q = query[:, :, start:stop]
         k = key[:, :, first_key:stop]
         v = value[:, :, first_key:stop]
@@ -280,7 +282,8 @@ def math_attention(
         sink_logits = sinks.to(logits.dtype).view(1, H, 1, 1).expand(B, H, num_queries, 1)
         logits = torch.cat([logits, sink_logits], dim=-1)
     weights = logits.softmax(dim=-1)[..., : key.shape[2]]
-    weights = F.dropout(weights, p=dropout).to(value.dtype).unflatten(1, (G, H // G))
+    weights = F.dropout(weights, p=dropout)  # outside of training, modules pass a rate of 0
+    weights = weights.to(value.dtype).unflatten(1, (G, H // G))
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
 
 

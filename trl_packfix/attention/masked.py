@@ -36,6 +36,7 @@ def own_in_packs(model: PreTrainedModel, name: str) -> str:
     else `name`.
     """
     text = text_config(model)
-    attentions = [module for module in model.modules() if getattr(module, "config", None) is text]
-    needs_masks = any(getattr(module, "is_causal", True) is False for module in attentions)
+    # Attention modules have `is_causal`. Those of a vision tower have another config than the text part.
+    text_modules = [module for module in model.modules() if getattr(module, "config", None) is text]
+    needs_masks = any(getattr(module, "is_causal", True) is False for module in text_modules)
     return MASKED_NAME if name == "sdpa" and needs_masks else name

@@ -1,19 +1,21 @@
 """Define what all other modules know of `features/hybrids`: the support for mixers of hybrid models.
 
 A *mixer* is a layer that mixes the tokens of a row without attention: a convolution or a recurrence, as in Mamba or in
-gated delta nets. A pack is one row with several documents. Attention reads their boundaries from the `PackedForward`
-that is running. A mixer reads no boundaries: it calls functions of its modeling module in transformers, by the names in
-`MIXER_FUNCTIONS`, and there the tokens of one document would change the results of the next document.
+gated delta nets. A pack is one row with several documents. Attention reads their boundaries from an object that holds
+them while a forward runs (`PackedForward`). A mixer reads no boundaries: it calls functions of its modeling module in
+transformers, by the names in `MIXER_FUNCTIONS`, and there the tokens of one document would change the results of the
+next document.
 
 `features/hybrids` makes these functions start anew in each document. Other modules only call a `MixerSupport`:
 
     forwards.py              replaces functions of the model while a packed forward runs
-    isolation/probe.py       allows for the rounding of kernels that sum over several documents
+    isolation/probe.py       allows for the rounding of a kernel that sums over several documents
     training/choices.py      recognises a hybrid model by its config
     cli/check_model.py       names the packages whose kernels are missing
 
 Without the folder of the feature, `MixerSupport` itself refuses models with these functions. A mixer that calls
-functions of other names is not known here. Then documents change each other, which the leak probe finds and repairs.
+functions of other names is not known here. Then documents change each other. A test of the model before training, the
+leak probe, finds and repairs it.
 """
 
 import sys
@@ -59,13 +61,14 @@ class MixerSupport:
         return NOTHING_REPLACED
 
     def config_has_mixers(self, config: PreTrainedConfig) -> bool:
-        """Return whether transformers' model of a text config has mixers."""
+        """Return whether transformers' model of a text config has mixers that this object supports."""
         return False
 
     def tokens_summed_in_common(self, model: nn.Module) -> int:
-        """Return the number of tokens that a kernel of the model sums together although documents are separate.
+        """Return the most tokens that a kernel of the model sums, of several documents together; 0 if none does so.
 
-        The sums cancel up to rounding, for which the probe then allows. 0 if no kernel does so.
+        The kernel subtracts the sums of other documents again, so that only their rounding remains in a document. The
+        leak probe then allows for this rounding.
         """
         return 0
 
@@ -79,10 +82,7 @@ class MixerSupport:
 
 
 def mixer_function_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return where the mixers of a model find their functions, as (namespace of a modeling module, name) pairs.
-
-    Modules of adapters and of wrappers have no such names.
-    """
+    """Return where the mixers of a model find their functions, as (namespace of a modeling module, name) pairs."""
     types = {type(module) for module in model.modules()}
     classes = {base for module_type in types for base in module_type.__mro__}
     module_names = sorted({cls.__module__ for cls in classes if issubclass(cls, nn.Module)})
@@ -93,6 +93,6 @@ def mixer_function_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 @cache
 def mixer_support() -> MixerSupport:
     """Return the support of `features/hybrids`; without its folder the one that refuses models with mixers."""
-    folder = find_folder("hybrids")
+    folder = find_folder("hybrids")  # the package of the feature, whose `MIXERS` is its `MixerSupport`
     support: MixerSupport = MixerSupport() if folder is None else folder.MIXERS
     return support

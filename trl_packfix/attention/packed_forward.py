@@ -15,7 +15,8 @@ Words:
     part             with sequence parallelism several neighbouring ranks share a pack, and each holds a part of its
                      tokens
     run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
-                     behind its prefix. (A forward that "is running" was entered and has not ended yet.)
+                     behind its prefix
+    running          a packed forward is running from the time it was entered until it is left
 """
 
 import threading
@@ -37,9 +38,9 @@ from .rows import DocumentRows
 # The name of the attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash",
 # "sdpa" or "flex_attention", because transformers treats such names differently.
 ATTENTION_NAME = "packfix_varlen"
-# The entries of a packed batch that attention in transformers takes as boundaries, and all entries that hold
-# boundaries. Positions hold them, too, but `position_ids` are not among these names.
+# The entries of a packed batch that flash attention in transformers takes as boundaries
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# These and the entry that some mixers take. (`position_ids` also restart in each document, but are not meant here.)
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
 # The argument of a model that holds the cache of generation: its name up to transformers 5.23, and its name from 5.24
 CACHE_NAMES = ("past_key_values", "cache")
@@ -77,7 +78,7 @@ class PackedForward:
 
     Attributes:
         cu_seq_lens_q, cu_seq_lens_k: where the queries and where the keys of each document begin, and T at the end.
-            int32, (N + 1,) for N documents. Both are equal, unless documents share prefixes.
+            int32, (N + 1,) for N documents. Both are equal, unless documents share prefixes; see `kv_index`.
         max_length_q, max_length_k: the most queries and the most keys of a document, in tokens.
         num_rows: inside a repaired module, the number of rows of the batch, with one document per row, right-padded to
             `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. None elsewhere.
@@ -90,10 +91,13 @@ class PackedForward:
             `cu_seq_lens_k` the boundaries of their keys. For example, a run at positions 0 to 3, and a run at
             positions 4 and 5 of a document with the prefix at 0 and 1, have the keys [0, 1, 2, 3] and [0, 1, 4, 5].
         run_lengths: the number of queries and the number of keys of each run, (runs, 2), on the host.
-        launches: how a flash kernel is launched on batches of documents, each as (first document, last document + 1,
-            first token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.
-        mixers: the functions of the model's mixers, which are replaced during this forward. The default is None,
-            because torch.compile cannot construct a default that is an object.
+        launches: the launches of the flash kernel, each on neighbouring documents of similar length, because a launch
+            wastes time on documents that are much shorter than its longest (planned by `data/by_length.py`). Each is
+            (first document, last document + 1, first token, last token + 1, tokens of the longest document), on the
+            host. (): one launch of all documents.
+        mixers: the functions by which the model's mixers mix tokens: `enter` replaces them for this forward, and
+            `leave` restores them. The default is None, because torch.compile cannot construct a default that is an
+            object.
         derived: the cached results of functions that are `once_per_pack`.
     """
 
@@ -142,8 +146,9 @@ class PackedForward:
         """Return the documents as rows of right-padded batches, one document per row.
 
         Args:
-            budget: the most padded tokens of a batch; 0 for one document per batch, infinity for one batch.
+            budget: the most tokens of a batch, padding included; 0 for one document per batch, infinity for one batch.
         """
+        # `all_in_one_batch` is entered or left only between forwards, so the cached result of this pack stays right.
         return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided_budget(budget))
 
     @once_per_pack

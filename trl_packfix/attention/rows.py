@@ -1,9 +1,9 @@
 """Convert the documents of a pack to rows of right-padded batches, and back.
 
 A pack is one row of documents, end to end. Modules that cannot be given its boundaries run on rows instead, one
-document per row: the repair of leaking modules (`isolation/`), scans (`features/hybrids/`), and attention where no
-flash kernel runs (`kernels.py`). In a causal module, padding at the end cannot change earlier tokens, so each row gives
-the result of its document alone.
+document per row: modules that would mix documents (`isolation/repair.py`), recurrent scans such as Mamba's
+(`features/hybrids/`), and attention where no flash kernel runs (`kernels.py`). In a causal module, padding at the end
+cannot change earlier tokens, so each row gives the result of its document alone.
 
 `DocumentRows` groups documents of similar length into batches. `PaddedBatch.split` converts a tensor of the pack to a
 tensor of a batch, and `DocumentRows.join` converts the results of all batches to a tensor of the pack. Both only move
@@ -36,13 +36,13 @@ class TensorAxes(NamedTuple):
     batch: int | None
 
 
-def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> list[list[int]]:
-    """Group documents of similar length, with at most `budget` padded tokens per group.
+def group_by_length(lengths: list[int], budget: float, mixes_lengths: bool = True) -> list[list[int]]:
+    """Group documents of similar length, with at most `budget` tokens per group, padding included.
 
     Args:
         lengths: tokens of each document.
-        budget: the most padded tokens of a group. A document with more tokens is a group by itself.
-        pads: whether documents of different lengths may share a group.
+        budget: the most tokens of a group, padding included. A document with more tokens is a group by itself.
+        mixes_lengths: whether documents of different lengths may share a group.
 
     Returns:
         For each group the indices of its documents, the longest first.
@@ -55,7 +55,7 @@ def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> lis
         if groups:
             longest = lengths[groups[-1][0]]
             fits = (len(groups[-1]) + 1) * longest <= budget
-            if fits and (pads or lengths[i] == longest):
+            if fits and (mixes_lengths or lengths[i] == longest):
                 groups[-1].append(i)
                 continue
         groups.append([i])
@@ -67,7 +67,7 @@ class PaddedBatch:
     """A right-padded batch of documents: B rows of L tokens, the longest document first.
 
     Attributes:
-        longest: L, the tokens of the longest document, and more if each row ends with padding (`DocumentRows`).
+        longest: L, the tokens of the longest document, plus the argument `padding` of `DocumentRows`.
         starts: where each document begins in the pack.
         lengths: the number of tokens of each document.
         source: for each place of the batch, row after row, the index of its token in the pack, (B * L,).
@@ -88,13 +88,14 @@ class PaddedBatch:
             return self._split_mask(packed, axes)
         (axis,) = axes.tokens
         if axes.batch is None:
-            # All rows share the tensor, so it gets the tokens of the longest document.
+            # All rows share the tensor, so it gets the tokens of the longest document. Such tensors are split only for
+            # repaired modules, where `padding` is 0, and so `longest` is the length of this document.
             return packed.narrow(axis, self.starts[0], self.longest)
         tokens = packed.index_select(axis, self.source)
         if axes.batch == axis:
             return tokens
-        # Divide the token axis into rows and tokens, and join the axis of rows with the batch axis of size 1, or with
-        # the axis of heads.
+        # Divide the token axis into rows and tokens, and join the axis of rows with the batch axis. For example, queries
+        # (1, heads, T, D) become (1, heads, B * L, D), then (1, heads, B, L, D), (B, 1, heads, L, D), (B, heads, L, D).
         tokens = tokens.unflatten(axis, (self.num_rows, self.longest)).movedim(axis, axes.batch)
         return tokens.flatten(axes.batch, axes.batch + 1)
 
@@ -123,26 +124,35 @@ class DocumentRows:
 
     Args:
         lengths: tokens of each document.
-        budget: the most padded tokens of a batch. 0: one document per batch; infinity: one batch for all documents.
-        padding: tokens of padding behind the longest row of each batch.
-        pads: whether documents of different lengths may share a batch.
+        budget: the most tokens of a batch, padding included. 0: one document per batch; infinity: one batch for all
+            documents.
+        padding: tokens of padding behind the longest document of each batch, for models that need a mask that hides
+            something (`isolation/unpacking.py`). They are not in the budget.
+        mixes_lengths: whether documents of different lengths may share a batch.
 
     Attributes:
-        num_tokens: T.
         padded_batches: the batches. A document is a row of one of them.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0, pads: bool = True):
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device,
+        budget: float,
+        *,
+        padding: int = 0,
+        mixes_lengths: bool = True,
+    ):
         starts = [0, *accumulate(lengths)]
-        self.num_tokens = starts[-1]
+        num_tokens = starts[-1]
         self.padded_batches: list[PaddedBatch] = []
         # The place of each token of the pack in the tensors of all batches, laid end to end: `places` for tensors with
         # B rows per batch, `shared_places` for tensors with one row per batch, which all its documents share.
-        places = torch.empty(self.num_tokens, dtype=torch.int64)
-        shared_places = torch.empty(self.num_tokens, dtype=torch.int64)
+        places = torch.empty(num_tokens, dtype=torch.int64)
+        shared_places = torch.empty(num_tokens, dtype=torch.int64)
         batch_start = 0
         shared_start = 0
-        for documents in group_by_length(lengths, budget, pads):
+        for documents in group_by_length(lengths, budget, mixes_lengths):
             longest = lengths[documents[0]] + padding
             batch_starts = [starts[i] for i in documents]
             batch_lengths = [lengths[i] for i in documents]

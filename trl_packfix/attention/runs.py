@@ -9,17 +9,16 @@ rows of a document behind its prefix are a *run*. A run attends to its prefix, a
 the rows that are the keys of each run, run after run: first its prefix, then its own rows. In a pack without shared
 prefixes `kv_index` is None, and each run is a whole document.
 
-    prefix A, documents A B and A C       rows     A B C
-                                          runs     A B, C
-                                          keys     A B, A C
+    documents P B and P C, prefix P       rows     P B C
+                                          runs     P B, C          (the first document has no prefix before it)
+                                          keys     P B, P C
 
-    CPU     the flash kernel: each run attends to itself, then to its prefix, and both outputs are merged. With windows
-            and chunks it runs on tiles of queries
+    CPU     the flash kernel: each run attends to itself, then to its prefix, and both outputs are merged
     CUDA    FlashAttention-2 as built into torch, on the keys of all runs, copied end to end: one launch, or several
             launches that copy at most `COPIED_BYTES` each
 
-Other kernels cannot look up shared keys, so their packs must have every document whole. The copies are not saved for
-backward. The gradients of a key are summed over all runs that read it, in at least fp32. With
+The attention of transformers and ffpa-attn cannot look up shared keys, so their packs have every document whole. The
+copies are not saved for backward. The gradients of a key are summed over all runs that read it, in at least fp32. With
 `torch.use_deterministic_algorithms` torch sums them in one order.
 
 With *chunks* of c tokens (Llama 4) a query attends only to keys of its own chunk. Chunks are counted from the first
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from .dense import attend_dense, uses_dense
 from .flash import KernelOptions, RowsAndKeys, flash_on_cpu
-from .kernels import KernelLaunch, attend_on_cuda, only_if_shorter
+from .kernels import KernelLaunch, attend_on_cuda, limit_if_shorter
 from .packed_forward import PackedForward, once_per_pack
 
 # The most bytes that the copied keys and values of one launch on CUDA take, together with their gradients in backward.
@@ -48,12 +47,12 @@ from .packed_forward import PackedForward, once_per_pack
 COPIED_BYTES = 2**30
 
 
-@once_per_pack
+@once_per_pack  # all layers of a forward get the cached result
 def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
     """Return the runs of a pack with shared prefixes. The keys of a run are a slice of `kv_index`.
 
-    Boundaries may end with empty runs, which keep the shape of `cu_seq_lens_q` equal in all packs. They are left out.
-    If the pack is on a device and has no `run_lengths`, the host waits for the device.
+    Collators may pad the boundaries with empty runs, so that `cu_seq_lens_q` has the same shape in all packs. Empty runs
+    are left out. If the pack is on a device and has no `run_lengths`, the host waits for the device.
 
     Raises:
         ValueError: boundaries and `kv_index` contradict each other. This is checked on the CPU only.
@@ -127,7 +126,7 @@ def attend_shared_on_cpu(
 def _cut_run_at_chunks(run: RowsAndKeys, chunk: int) -> Iterator[RowsAndKeys]:
     """Yield the rows of a run in each chunk of its document, with the keys in the chunk."""
     # Tokens are counted in the document: the first `num_earlier` are the prefix. Chunks that end in it have no rows.
-    num_earlier = run.num_earlier_keys
+    num_earlier = run.num_earlier_keys  # keys of the run, without its own rows
     first_chunk_start = num_earlier // chunk * chunk
     token_to_row = run.rows.start - num_earlier
     for chunk_start in range(first_chunk_start, run.num_keys, chunk):
@@ -153,13 +152,15 @@ def attend_pack_on_cuda(
 
     Args:
         chunk: tokens of a chunk; None without chunks.
+        options: the scale of the logits, the window and the sinks (`KernelOptions`).
     """
     num_rows = query.shape[2]
     launches = launches_of(pack, num_rows, most_copied_keys(query, key, value))
-    window = only_if_shorter(options.get("window"), pack.max_length_k)
     scale = options["scale"]
-    if chunk is None and window is None and options.get("sinks") is None:
-        # Plain causal attention. A pack that is one long document may run on another kernel.
+    has_window = limit_if_shorter(options.get("window"), pack.max_length_k) is not None
+    if chunk is None and not has_window and options.get("sinks") is None:
+        # Plain causal attention. A pack that is one long document may run on cuDNN. `uses_dense` measures both kernels
+        # once, and needs a function that runs the FlashAttention-2 kernel for this.
         attend_on_flash = partial(_attend_one_document, scale=scale)
         if uses_dense((query, key, value), pack, scale=scale, attend_on_flash=attend_on_flash):
             return attend_dense(query, key, value, scale=scale)
@@ -173,7 +174,7 @@ def _attend_one_document(query: Tensor, key: Tensor, value: Tensor, scale: float
     length = query.shape[2]
     bounds = torch.tensor([0, length], dtype=torch.int32, device=query.device)
     all_rows = slice(None)
-    launch = KernelLaunch((bounds, bounds), (length, length), all_rows, all_rows)
+    launch = KernelLaunch((bounds, bounds), (length, length), queries=all_rows, keys=all_rows)
     return attend_on_cuda(query, key, value, [launch], scale=scale)
 
 
@@ -208,16 +209,16 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
             f"has {num_rows} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
             "PackedDataCollator returns them."
         )
-    if pack.launches:
+    if pack.launches:  # the collator has planned one for each class of document lengths
         return _launches_by_length(pack)
     all_rows = slice(None)
     if pack.kv_index is None:
-        return [KernelLaunch(bounds, longest, all_rows, all_rows)]
+        return [KernelLaunch(bounds, longest, queries=all_rows, keys=all_rows)]
     # To divide a pack the host must know the lengths of its runs. torch.compile would need a graph for each number of
     # launches, so compiled code does not divide it.
     can_be_divided = not torch.compiler.is_compiling() and pack.run_lengths is not None
     if not can_be_divided or len(pack.kv_index) <= most_keys:
-        return [KernelLaunch(bounds, longest, all_rows, pack.kv_index)]
+        return [KernelLaunch(bounds, longest, queries=all_rows, keys=pack.kv_index)]
     return _launches_by_keys(pack, most_keys)
 
 
@@ -228,7 +229,7 @@ def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
     for first_document, stop_document, first_token, stop_token, longest in pack.launches:
         bounds = pack.cu_seq_lens_q[first_document : stop_document + 1] - first_token
         rows = slice(first_token, stop_token)
-        launches.append(KernelLaunch((bounds, bounds), (longest, longest), rows, rows))
+        launches.append(KernelLaunch((bounds, bounds), (longest, longest), queries=rows, keys=rows))
     return launches
 
 
@@ -251,7 +252,7 @@ def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]
         q_bounds = pack.cu_seq_lens_q[first_run : stop_run + 1] - rows.start
         k_bounds = pack.cu_seq_lens_k[first_run : stop_run + 1] - keys.start
         max_lengths = max(run.num_rows for run in launch_runs), max(run.num_keys for run in launch_runs)
-        launches.append(KernelLaunch((q_bounds, k_bounds), max_lengths, rows, pack.kv_index[keys]))
+        launches.append(KernelLaunch((q_bounds, k_bounds), max_lengths, queries=rows, keys=pack.kv_index[keys]))
     return launches
 
 
@@ -284,7 +285,8 @@ def _cut_launch_at_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> Ke
     num_pieces = 1 + num_chunks - first_chunk
     piece_ends = num_pieces.cumsum(0)  # the pieces up to the end of the run
     # 2. For each piece: its run, its number in the run, and its first key, counted in the document. A run of n rows has
-    # rows in at most n // chunk + 2 chunks, and one piece without rows. One more piece gives the end of the last one.
+    # rows in at most n // chunk + 2 chunks, and one piece without rows, so n // chunk + 3 pieces. One more entry holds
+    # the end of the last piece.
     index = torch.arange(num_rows // chunk + 3 * num_runs + 1, device=piece_ends.device)
     run = torch.searchsorted(piece_ends, index, right=True).clamp(max=num_runs - 1)
     piece = index - (piece_ends - num_pieces)[run]

@@ -50,7 +50,7 @@ from .kernels import (
     attend_on_cpu,
     attend_wide,
     math_in_tiles,
-    only_if_shorter,
+    limit_if_shorter,
     wide_kernel,
 )
 
@@ -203,7 +203,7 @@ def _attend_documents(
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     is_wide = chunk is None and _runs_wide(query, value, options)
     pack = _pack_of(kwargs, running, num_tokens, stays_on_device=is_flash or is_wide)  # the boundaries of this call
-    chunk = only_if_shorter(chunk, pack.max_length_k)  # None if no document is longer than a chunk
+    chunk = limit_if_shorter(chunk, pack.max_length_k)  # None if no document is longer than a chunk
     flash_options: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if is_flash:
         return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash_options)
