@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .flash import MAX_CUDA_HEAD_DIM, capability_problem, cuda_varlen_problem
+from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, capability_problem, cuda_varlen_problem
 from .kernels import wide_kernel
 from .masked import own_in_packs
 from .models import base_model, layer_configs, text_config
@@ -33,7 +33,8 @@ from .varlen import ATTENTION_NAME
 
 # The names of config fields that hold the dropout rate of attention weights: attention_dropout, attn_pdrop, ...
 ATTENTION_DROPOUT = re.compile(r"^(attention|attn).*drop")
-# The names of config fields that hold the dimensions of an attention head, but not of linear attention or an indexer
+# The names of config fields that hold the dimensions of an attention head. Heads of linear attention, and of the
+# indexer that chooses keys in sparse attention, have other names.
 HEAD_DIM = re.compile(r"^(global_|swa_|attention_|v_|qk_|qk_nope_|qk_rope_)?head_dim$")
 BY_DOCUMENT = "not flash: document by document through scaled_dot_product_attention, without a (T, T) mask"
 INSTALL = "pip install flash-attn --no-build-isolation"  # with build isolation, the build of flash-attn misses torch
@@ -65,7 +66,9 @@ def choose_attention(
     refusals: dict[str, str] | None = None,
     needs_varlen: str | None = None,
 ) -> AttentionChoice:
-    """Choose the attention implementation for packed batches of the model, or of its text part; change nothing.
+    """Choose the attention implementation for packed batches of the model, or of its text part.
+
+    The model is the same afterwards. (To see whether flash_attention_2 works, it is set on the model for a moment.)
 
     Args:
         enforce_flash_attention: False keeps the implementation that the model has.
@@ -73,8 +76,8 @@ def choose_attention(
             the dtype of the weights. None: the dtype of the weights.
         device_type: the device on which the model will train; None: the device of the model.
         refusals: implementation that cannot compute this model -> the reason.
-        needs_varlen: why this training needs packfix_varlen: what a flash attention of the user lacks. The text
-            ends a sentence about this attention ("does not exchange tokens between ..."). None: it lacks nothing.
+        needs_varlen: what flash attention other than packfix_varlen lacks for this training, as a predicate for a
+            message ("does not exchange tokens between ..."). packfix_varlen is then chosen. None: it lacks nothing.
 
     Raises:
         ValueError: no kernel can compute this model. The message says what to change.
@@ -86,7 +89,7 @@ def choose_attention(
         enforce_flash_attention,
         dtype,
         device_type=device_type,
-        refusals=refusals,
+        refusals=refusals or {},
         needs_varlen=needs_varlen,
     )
     # Add to the reason the name of the attention that is replaced. `_choose_on_cuda` has named a flash attention.
@@ -106,7 +109,7 @@ def _apply_precedence(
     dtype: torch.dtype | None,
     *,
     device_type: str,
-    refusals: dict[str, str] | None,
+    refusals: dict[str, str],
     needs_varlen: str | None,
 ) -> AttentionChoice:
     """Return the first implementation that works, in the order of the module's docstring."""
@@ -114,16 +117,18 @@ def _apply_precedence(
     previous = own_attention(model)
     user_flash = "flash" in previous
 
-    # stablelm and opt set only the second flag. `_can_set_attn_implementation` looks into the source of the model, and
+    # stablelm and opt set only `_supports_sdpa`. `_can_set_attn_implementation` looks into the source of the model, and
     # is False for a model with attention code of its own.
     supports_other_attention = model._supports_attention_backend or model._supports_sdpa
     if not (supports_other_attention and model._can_set_attn_implementation()):
         reason = f"{type(model).__name__} has its own attention code and supports no other implementation"
         return AttentionChoice(previous, False, previous, reason)
-    refusal = (refusals or {}).get(ATTENTION_NAME)
+    refusal = refusals.get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
         name = default_attention(model) if previous == ATTENTION_NAME else previous
-        name = own_in_packs(model, name)  # with a mask in every pack, if modules are causal only by the mask
+        # `sdpa` builds no mask for a pack of one document. If modules are causal only by the mask, the result is
+        # `packfix_masked`, which always builds it.
+        name = own_in_packs(model, name)
         return AttentionChoice(name, "flash" in name, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
         if previous in ("sdpa", "eager"):
@@ -139,7 +144,7 @@ def _apply_precedence(
     if device_type == "cpu":
         return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
-        return _choose_on_cuda(model, previous, dtype, refusals=refusals or {}, needs_varlen=needs_varlen)
+        return _choose_on_cuda(model, previous, dtype, refusals=refusals, needs_varlen=needs_varlen)
     return AttentionChoice(ATTENTION_NAME, False, previous, f"no flash kernel on {device_type!r}: {BY_DOCUMENT}")
 
 
@@ -218,14 +223,14 @@ def _choose_on_cuda(
 ) -> AttentionChoice:
     """Return the choice on CUDA; the arguments are those of `choose_attention`."""
     config = text_config(model)
-    old_gpu = capability_problem()
-    if old_gpu is None and dtype not in (torch.bfloat16, torch.float16):
+    old_gpu_problem = capability_problem()  # a text; None if the GPU is new enough
+    if old_gpu_problem is None and dtype not in CUDA_DTYPES:
         raise ValueError(
             f"attention would get {dtype} on CUDA: flash attention supports bfloat16 and float16 only. Set bf16=True "
             "(autocast; the weights may stay float32), or load the model with dtype=torch.bfloat16, or set "
             "enforce_flash_attention=False."
         )
-    # 1. The user's flash attention
+    # 1. The user's flash attention. Sinks are parameters: per head one more logit in the softmax, without a value.
     has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     kernel = re.split("[@:]", previous)[0]  # "repository@revision:function" is a kernel on the Hub
     drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
@@ -238,32 +243,31 @@ def _choose_on_cuda(
             "them exactly. Set attn_implementation='flash_attention_4' for a flash attention that supports sinks.",
             stacklevel=3,
         )
-    # 2. flash_attention_2, if flash-attn is installed. `refused` is a part of the reason: it says which implementations
-    # cannot be used.
+    # 2. flash_attention_2, if flash-attn is installed, and no other implementation was refused before it
     widest = head_dim(config)
-    refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
+    refused_text = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())  # for the reason
     if needs_varlen is not None and "flash" in previous:
-        refused += f"; {previous} {needs_varlen}"
+        refused_text += f"; {previous} {needs_varlen}"
     if drops_sinks:
-        refused += f"; {previous} ignores attention sinks"
+        refused_text += f"; {previous} ignores attention sinks"
     compatible = getattr(model, "_compatible_flash_implementations", None)
     supports_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
-    fits_fa2 = supports_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
-    obstacles, remedies = _find_kernel_obstacles(config, widest, has_sinks)
-    if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
-        # Whether it works is only known when it is set on the model. The previous attention is restored.
+    fits_fa2 = supports_fa2 and not has_sinks and old_gpu_problem is None and widest <= MAX_CUDA_HEAD_DIM
+    if is_flash_attn_2_available() and fits_fa2 and not refused_text and needs_varlen is None:
+        # Whether it works is only known when it is set on the model. `finally` restores the previous attention.
         try:
             set_attention(model, "flash_attention_2")
             reason = "flash-attn is installed and the model supports it"
             return AttentionChoice("flash_attention_2", True, previous, reason)
         except (ImportError, OSError, ValueError) as error:
             # flash-attn was built for another torch, or the model's config refuses it.
-            refused = f"; flash_attention_2 cannot be used: {' '.join(str(error).split())}"
+            refused_text = f"; flash_attention_2 cannot be used: {' '.join(str(error).split())}"
         finally:
             if own_attention(model) != previous:
                 set_attention(model, previous)
 
     # 3. packfix_varlen on flash kernels
+    obstacles, remedies = _find_kernel_obstacles(config, widest, has_sinks)
     if not obstacles:
         active = activated_in_torch()
         kernels = "the FlashAttention-2 kernels built into torch"
@@ -271,11 +275,11 @@ def _choose_on_cuda(
             kernels = f"{active}, which is activated in torch"
         if widest > MAX_CUDA_HEAD_DIM:
             kernels += ", and ffpa-attn for wider heads without a window"
-        return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused)
+        return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused_text)
 
     # 4. packfix_varlen document by document
-    reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
-    advice = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
+    reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused_text}"
+    advice = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu_problem is None else ""
     warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{advice}", stacklevel=3)
     return AttentionChoice(ATTENTION_NAME, False, previous, reason)
 
@@ -298,7 +302,8 @@ def _find_kernel_obstacles(config: PreTrainedConfig, widest: int, has_sinks: boo
     for name, rate in dropped_weights(config).items():
         obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
         remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
-    # `wide_kernel`: the kernel of ffpa-attn for wider heads, which has no sinks
+    # `wide_kernel`: the kernel of ffpa-attn for wider heads, which has no sinks. In a model whose layers differ, only
+    # the layers with wider heads lack a kernel.
     if widest > MAX_CUDA_HEAD_DIM and (has_sinks or wide_kernel() is None):
         obstacles.append(
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"

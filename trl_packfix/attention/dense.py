@@ -62,10 +62,10 @@ def uses_dense(
 ) -> bool:
     """Return whether `attend_dense` shall compute the attention of a pack, which has no window, chunks and sinks.
 
-    The host reads nothing from the device, except when it measures a new kind of heads.
+    The host does not wait for the device, except when it measures a new kind of heads.
 
     Args:
-        tensors: queries, keys and values.
+        tensors: queries, keys and values: (1, H, T, D), (1, G, T, D) and (1, G, T, D_value).
         pack: the pack of the call.
         scale: factor of the logits.
         attend_on_flash: computes the attention of one document on the FlashAttention-2 kernels.
@@ -74,6 +74,7 @@ def uses_dense(
     # First, because in compiled code each later condition would add a guard on the shapes of the pack
     if torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
         return False
+    # A `kv_index` means that documents share a prefix.
     is_one_document = pack.kv_index is None and len(pack.cu_seq_lens_q) == 2
     if not is_one_document or query.shape[2] < LONG_DOCUMENT or query.numel() > MAX_ELEMENTS:
         return False
@@ -81,7 +82,7 @@ def uses_dense(
     if kind not in measured:
         first_tokens = [x[:, :, :MEASURED_TOKENS].detach() for x in tensors]
         attend_on_cudnn = partial(attend_dense, scale=scale)
-        # Measure in another thread, where neither the checkpointing nor the autocast of this thread takes effect.
+        # The checkpointing and the autocast of this forward act in this thread only. So measure in another thread.
         with ThreadPoolExecutor(1) as thread:
             measured[kind] = thread.submit(is_faster, attend_on_cudnn, attend_on_flash, first_tokens).result()
     return measured[kind]

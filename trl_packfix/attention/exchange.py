@@ -12,9 +12,10 @@ Modules that mix tokens need more, and call the functions here:
 
 Scans and convolutions are in the mixers of hybrid models (`features/hybrids/`).
 
-This is DeepSpeed-Ulysses (arXiv 2309.14509). The number of heads need not divide by the degree: rank j of a group
-computes the query heads H * j // s to H * (j + 1) // s. It gets the key and value heads that these queries read, so
-that there may be fewer key heads than ranks.
+This is DeepSpeed-Ulysses (arXiv 2309.14509), and H may be any number from s on: rank j of a group computes the query
+heads from H * j // s up to, without, H * (j + 1) // s. It gets the key and value heads that these queries read, so
+there may be fewer key heads than ranks. For example, with H = 6, G = 3 and s = 4 rank 1 computes the query heads 1 and
+2, and gets the key heads 0 and 1.
 
 Shapes: T tokens of the pack, s degree, H query heads, G key/value heads, D head dimension.
 """
@@ -60,12 +61,13 @@ class HeadExchange:
 
         Returns:
             The tensors of `queries`, then of `keys`, with all tokens, (1, heads of this rank, T, ...). The tensors of
-            `keys` have the key heads that the query heads of this rank read. If different numbers of these query heads
-            read each key head, a key head is repeated for each query head that reads it.
+            `keys` have the key heads that the query heads of this rank read. If one of them is read by more of these
+            query heads than another, they have one key head for each query head instead, with repetitions.
         """
         if self.group.is_alone:  # no other rank shares the pack
             return [*queries, *keys]
-        # 1. Split each tensor into the heads of each rank, and send them all in one exchange.
+        # 1. Split each tensor into the heads of each rank, and send them all in one exchange: the heads of all tensors
+        #    for rank 0, then for rank 1, and so on.
         query_ranges, key_ranges = zip(*self._ranges, strict=True)
         split_tensors = [_split_heads(x, query_ranges) for x in queries] + [_split_heads(x, key_ranges) for x in keys]
         tensors_by_rank = list(zip(*split_tensors, strict=True))
@@ -92,7 +94,8 @@ class HeadExchange:
         key_head_of_query = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]
         num_readers = {key_head_of_query.count(head) for head in key_head_of_query}
         if len(num_readers) > 1:
-            # A slice and not an index of heads: to copy an index to a GPU the host would wait, in every layer.
+            # After the repetition there is a key head for each query head that reads one of these key heads, on any
+            # rank. The slice takes those of this rank. With an index, the host would wait for the GPU in every layer.
             first_head = self.heads.start - self._key_heads.start * self._queries_per_key
             one_per_query = slice(first_head, first_head + num_query_heads)
             num_queries = len(queries)
@@ -154,8 +157,8 @@ def _split_heads(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
 def exchange_halo(rows: Tensor, width: int, group: Group) -> Tensor:
     """Return the last `width` rows of the previous rank in the group: (1, T / s, C) -> (1, width, C).
 
-    The first rank gets the rows of the last rank, and a rank that has the pack for itself gets zeros. Both must ignore
-    what they get: their part begins where the pack begins, and no document reads rows before its own.
+    The first rank gets the rows of the last rank, and a rank that has the pack for itself gets zeros. On both the part
+    begins where the pack begins, so a document there has no earlier rows, and the caller must ignore what it gets.
 
     Raises:
         ValueError: the part has fewer rows than `width`.

@@ -88,7 +88,7 @@ class ModelHooks(ABC):
 
     Attributes:
         modules_given_packs: modules inside the model that get packs while the model itself gets padded rows, because
-            these hooks replace their input. For example, `pack_forward` gives packs to the backbone. [] for most hooks.
+            these hooks replace their input. For example, `pack_forward` gives packs to the backbone. () for most hooks.
     """
 
     modules_given_packs: Sequence[nn.Module] = ()
@@ -121,7 +121,7 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     Returns:
         The installed hooks. Call `remove()` to end the marking.
     """
-    run_hooks_inside_adapters(model)  # peft 0.20 would call `forward` of the model without its hooks
+    run_hooks_inside_adapters(model)  # the wrapper of peft 0.20 would run none of the hooks on the model inside it
     guard = PackedForwardGuard(base_model(model))
     guard.install()
     return guard
@@ -139,7 +139,7 @@ class PackedForwardGuard(ModelHooks):
         before_pack: called at the beginning of each packed forward.
         mixers: the functions with which the model's mixers mix tokens. In packed forwards they are replaced by
             functions that start anew in each document.
-        entered_forward: the running packed forward; None if there is none, or if another guard made it.
+        entered_forward: the running packed forward, if this guard has made it; else None.
     """
 
     def __init__(self, model: PreTrainedModel, modules_given_packs: Sequence[nn.Module] = ()):
@@ -148,8 +148,11 @@ class PackedForwardGuard(ModelHooks):
         self.modules_given_packs = modules_given_packs
         self.ignores_masks = False
         self.before_pack: Callable[[], None] | None = None
-        self._is_packed: list[bool] = []  # for each forward of the model that is running, whether it is packed
+        # For each forward of the model that is running, whether it is packed; the innermost last
+        self._packed_flags: list[bool] = []
         self._layers: list[nn.Module] = []  # modules that may have a checkpoint function
+        self._has_wrappers = False  # whether `_layers` has the wrappers that FSDP puts around layers
+        self._first_layer_name = ""  # FSDP wraps all layers or none, so this one shows whether it has; "" is the model
         self.mixers = mixer_support().replaced_functions(model)
         self.entered_forward: PackedForward | None = None
         self._tower_hooks: list[ModelHooks] = tower_support().make_hooks(self)
@@ -158,20 +161,18 @@ class PackedForwardGuard(ModelHooks):
         # Each forward loops over `_layers`. So it holds only the modules that transformers can checkpoint: a model with
         # adapters has thousands of modules.
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
-        self._has_wrappers = False  # whether `_layers` has the wrappers that FSDP puts around layers
+        self._has_wrappers = False
         names = {module: name for name, module in self.model.named_modules()}
         layer_names = (names[layer] for layer in self._layers if not isinstance(layer, PreTrainedModel))
-        self._first_layer_name = next(layer_names, "")  # "" is the model itself
-        packed_modules = [self.model, *self.modules_given_packs]
-        pre_hooks: list[tuple[list[nn.Module], Any]] = [
-            (packed_modules, self._enter_forward),
-            (_flash_attentions(self.model), _pass_boundaries),
+        self._first_layer_name = next(layer_names, "")
+        handles = [
+            module.register_forward_pre_hook(_pass_boundaries, with_kwargs=True)
+            for module in _flash_attentions(self.model)
         ]
-        handles: list[RemovableHandle] = []
-        for modules, hook in pre_hooks:
-            handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-        # `always_call`, because after a forward that raises the next one must not be marked as packed
-        handles += [module.register_forward_hook(self._leave_forward, always_call=True) for module in packed_modules]
+        for module in (self.model, *self.modules_given_packs):
+            handles.append(module.register_forward_pre_hook(self._enter_forward, with_kwargs=True))
+            # `always_call`, because after a forward that raises the next one must not be marked as packed
+            handles.append(module.register_forward_hook(self._leave_forward, always_call=True))
         for hooks in self._tower_hooks:
             hooks.install()
         return handles
@@ -190,29 +191,30 @@ class PackedForwardGuard(ModelHooks):
             self._find_wrappers()
             carry_boundaries(self._layers)
             running = running_forward()
+            # Another guard on this model may have entered the forward of this batch already. It is then the forward
+            # with the very tensor of boundaries that the batch has.
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
-                # No other guard on this model has entered the forward of this batch.
                 if self.before_pack is not None:
                     self.before_pack()
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
+                # `enter_packed_forward` replaces the functions in `mixers`.
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
                 self.entered_forward = running
             enter_packed_forward(running)
             if running.kv_index is not None:
                 # Documents share prefixes. For example, documents P C and P D with the prefix P are P C D in the batch,
-                # with boundaries around D. A module would take D for a document. `packfix_varlen` reads `running`.
+                # with boundaries around D. A module would take D for a document. So only attention gets the boundaries,
+                # from the running forward (`varlen.py`).
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        self._is_packed.append(layout.is_packed)
+        self._packed_flags.append(layout.is_packed)
         return args, kwargs
 
     def _find_wrappers(self) -> None:
-        """Add the modules that FSDP has put around layers to the layers.
-
-        FSDP does so after the guard is installed. It wraps all layers or none, so the first layer shows whether it has.
-        """
+        """Add the modules that FSDP has put around layers, after the guard was installed, to the layers."""
         if self._has_wrappers:
             return
         first_layer = self.model.get_submodule(self._first_layer_name)
+        # The wrapper holds its checkpoint function in the attribute `WRAPPER_CHECKPOINT`.
         if any(WRAPPER_CHECKPOINT in vars(module) for module in first_layer.modules()):
             self._layers += [module for module in self.model.modules() if WRAPPER_CHECKPOINT in vars(module)]
             self._has_wrappers = True
@@ -220,7 +222,7 @@ class PackedForwardGuard(ModelHooks):
     def _leave_forward(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
         """Leave the packed forward that `_enter_forward` entered, if any."""
         # torch calls this hook even if the pre-hook raised. Then the list may be empty.
-        if self._is_packed and self._is_packed.pop():
+        if self._packed_flags and self._packed_flags.pop():
             leave_packed_forward()
             self.entered_forward = None
 
@@ -243,9 +245,9 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
-    """Add the boundaries to the arguments of an attention module whose layer passes no boundaries (stablelm).
+    """Add the boundaries to the arguments of an attention module whose layer passes none, as the layers of stablelm.
 
-    Otherwise transformers would derive them from `position_ids`, and the host would wait for the device.
+    Without them transformers would derive boundaries from `position_ids`, and the host would wait for the device.
     """
     running = running_forward()
     # In a repaired module each row is one document, so its attention needs no boundaries.
@@ -269,8 +271,8 @@ def _check_packed_batch(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
-    # `attention_fields`: the ranks that share the pack, the planned launches of the kernel, and with shared prefixes
-    # the rows of the keys
+    # `attention_fields`: the ranks that share the pack, the launches of the flash kernel that the collator has planned,
+    # and with shared prefixes the rows of the keys
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention_fields())
     attention = text_config(model)._attn_implementation
     if layout.shares_rows and attention != ATTENTION_NAME and has_attention(model):
@@ -289,9 +291,12 @@ def _check_packed_batch(
                 f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
                 f"would use it instead of the boundaries, and documents would see each other. {PACK_REMEDY}"
             )
+    source = "use_cache=True"
     use_cache = kwargs.get("use_cache")
-    if getattr(text_config(model), "use_cache", False) if use_cache is None else use_cache:
-        source = "the config's use_cache=True" if use_cache is None else "use_cache=True"
+    if use_cache is None:
+        source = "the config's use_cache=True"
+        use_cache = getattr(text_config(model), "use_cache", False)
+    if use_cache:
         raise ValueError(
             f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {source}: with a cache "
             "transformers ignores boundaries, and documents would see each other. Set use_cache=False in the batch."
@@ -303,7 +308,8 @@ def _check_packed_batch(
             f"a packed batch came with {tokens.shape[0]} rows: the boundaries describe one row, and which one is "
             f"unknown. {PACK_REMEDY}"
         )
-    # The boundaries are compared on the CPU only. On a GPU the host would wait for the comparison.
+    # The boundaries are compared on the CPU only. On a GPU the host would wait for the comparison. With shared prefixes
+    # (`kv_index`) those of queries and keys differ.
     cu_q = running.cu_seq_lens_q
     cu_k = running.cu_seq_lens_k
     if running.kv_index is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):

@@ -23,7 +23,7 @@ NO_DRIVER = "0 active drivers"  # Triton's text if there is no GPU
 class KernelError(ValueError):
     """Raised if an attention kernel cannot compute a call, because of its heads, dtype, device or options.
 
-    The error does not say whether documents are isolated.
+    The error says nothing about the test whether documents of a packed row change each other.
 
     Attributes:
         kernel: the name of the attention implementation, if a part of the model that reads no text, such as a vision
@@ -57,7 +57,7 @@ def raise_refusal(error: Exception) -> None:
     if not isinstance(error, RuntimeError) or is_device_error(error):
         return
     if NO_DRIVER in str(error):
-        raise KernelError(
+        raise KernelError(  # Liger's kernels are written in Triton, too
             f"A kernel in Triton ran without a GPU ({error}). transformers uses flash-linear-attention and mamba_ssm "
             "wherever they are installed, also on a CPU. Uninstall `flash-linear-attention` and `mamba_ssm` here (the "
             "model then runs on torch), set `use_liger_kernel=False`, or train on a GPU."

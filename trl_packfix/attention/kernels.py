@@ -46,7 +46,9 @@ from .flash import (
 from .rows import DocumentRows, TensorAxes
 
 MATH_TILE = 256  # queries per tile in plain torch, which is faster with fewer, larger matrix products
-AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)  # the axes of queries, keys and values, (rows, heads, tokens, head dim)
+AXES_OF_HEADS = TensorAxes(
+    tokens=(2,), batch=0
+)  # the axes of queries, keys and values, (rows, heads, tokens, head dim)
 
 
 class AttentionOptions(KernelOptions, total=False):
@@ -85,8 +87,8 @@ def attend_on_cpu(
 class KernelLaunch(NamedTuple):
     """One launch of FlashAttention-2, for some documents of a pack.
 
-    Where documents share prefixes, the pack has each prefix once. A "document" below is then only the rows of a document
-    behind its prefix, and its keys are the rows of the prefix and these rows.
+    Where documents share prefixes, the pack has each prefix once. A "document" below is then only the rows of a
+    document behind its prefix, and its keys are the rows of the prefix and these rows.
 
     No field has a default, because torch 2.11 does not compile a slice as a default.
 

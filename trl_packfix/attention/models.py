@@ -26,11 +26,12 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def backbone(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal LM below its head, or the model itself if that part cannot be found."""
     decoder = model.get_decoder()  # bart-like causal LMs call the decoder inside their base model
-    # The head of modernbert-decoder is named `decoder`.
+    # A model without a decoder returns None or itself, and modernbert-decoder its head, which is named `decoder`.
     is_not_backbone = decoder in (None, model, model.get_output_embeddings())
     module = model.base_model if is_not_backbone else decoder
+    # llama4's models set no `base_model`, so `module` still has the head. The backbone is the transformers model
+    # inside.
     if isinstance(module, PreTrainedModel) and getattr(module, "lm_head", None) is not None:
-        # llama4's models set no `base_model`. The backbone is the transformers model inside them.
         inner_models = [child for child in module.children() if isinstance(child, PreTrainedModel)]
         return inner_models[0] if len(inner_models) == 1 else module
     return module
@@ -56,7 +57,10 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def find_towers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the parts of a model that read something else than text, such as images."""
+    """Return the parts of a model that read something else than text, such as images: models with another config.
+
+    A part that contains the text backbone is no tower.
+    """
     text = text_config(model)
     decoder = backbone(model)
     return [

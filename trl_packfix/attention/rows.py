@@ -94,8 +94,9 @@ class PaddedBatch:
         tokens = packed.index_select(axis, self.source)
         if axes.batch == axis:
             return tokens
-        # Divide the token axis into rows and tokens, and join the axis of rows with the batch axis. For example, queries
-        # (1, heads, T, D) become (1, heads, B * L, D), then (1, heads, B, L, D), (B, 1, heads, L, D), (B, heads, L, D).
+        # Divide the token axis into rows and tokens, and join the axis of rows with the batch axis. For example,
+        # queries (1, heads, T, D) become (1, heads, B * L, D), then (1, heads, B, L, D), (B, 1, heads, L, D), (B,
+        # heads, L, D).
         tokens = tokens.unflatten(axis, (self.num_rows, self.longest)).movedim(axis, axes.batch)
         return tokens.flatten(axes.batch, axes.batch + 1)
 

@@ -51,8 +51,8 @@ COPIED_BYTES = 2**30
 def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
     """Return the runs of a pack with shared prefixes. The keys of a run are a slice of `kv_index`.
 
-    Collators may pad the boundaries with empty runs, so that `cu_seq_lens_q` has the same shape in all packs. Empty runs
-    are left out. If the pack is on a device and has no `run_lengths`, the host waits for the device.
+    Collators may pad the boundaries with empty runs, so that `cu_seq_lens_q` has the same shape in all packs. Empty
+    runs are left out. If the pack is on a device and has no `run_lengths`, the host waits for the device.
 
     Raises:
         ValueError: boundaries and `kv_index` contradict each other. This is checked on the CPU only.

@@ -1,11 +1,12 @@
 """Define what all other modules know of `features/images`: the support for vision towers in a model that takes packs.
 
-A *tower* is a part of a model that reads something else than text, such as images. Packs of text do not change towers.
-For packs with images, `features/images` has a subclass of `TowerSupport`, whose methods these modules call:
+A *tower* is a part of a model that reads something else than text, such as images. A model *takes packs* while it has
+the attention and the hooks that packed rows of documents need. Packs of text do not change towers. For packs with
+images, `features/images` has a subclass of `TowerSupport`. These modules call its methods:
 
-    forwards.py                  has hooks on towers while a model takes packs
+    forwards.py                  installs hooks on towers while a model takes packs
     isolation/packed_model.py    sets the attention of towers, and takes it back where it computes something else
-    isolation/probed_model.py    runs documents alone with the attention of towers that the user gave
+    isolation/probed_model.py    runs documents alone with the attention that towers have outside of packs
 
 Without the folder of the feature, `TowerSupport` itself leaves towers as they are. Rows with images are then refused
 before a model is loaded (`feature.py`).
@@ -31,14 +32,19 @@ class TowerSupport:
     attention_name: str = ""
 
     def make_hooks(self, guard: Any) -> list[Any]:
-        """Return the `ModelHooks` on the towers of a model, for the `PackedForwardGuard` that installs them."""
+        """Return the hooks on the towers of a model (`ModelHooks`).
+
+        Args:
+            guard: the hooks on the model itself, which install these hooks (`PackedForwardGuard` in `forwards.py`).
+        """
         return []
 
-    def set_attention(self, model: PreTrainedModel, takes: bool) -> None:
+    def set_attention(self, model: PreTrainedModel, takes_packs: bool) -> None:
         """Give `attention_name` to the towers of a model whose attention the user has not chosen.
 
         Args:
-            takes: whether the model takes packs from now on. False gives the towers the attention that they had before.
+            takes_packs: whether the model takes packs from now on. False gives the towers their attention outside of
+                packs again.
         """
 
     def has_attention(self, model: PreTrainedModel) -> bool:
@@ -46,15 +52,15 @@ class TowerSupport:
         return False
 
     @contextmanager
-    def attention_as_given(self, model: PreTrainedModel) -> Iterator[None]:
+    def own_attention_restored(self, model: PreTrainedModel) -> Iterator[None]:
         """Within this context, towers have the attention that they have outside of packs."""
         yield
 
-    def note(self, model: PreTrainedModel, takes: bool, why_not: str) -> str:
+    def note(self, model: PreTrainedModel, may_replace: bool, why_not: str) -> str:
         """Return what the report says about the towers of a model, to be appended to a line; "" for no towers.
 
         Args:
-            takes: whether `attention_name` may replace the attention of towers.
+            may_replace: whether `attention_name` may replace the attention of towers.
             why_not: the reason if it must not.
         """
         return ""

@@ -17,8 +17,8 @@ the `PackedForward`. The boundaries are then read from `position_ids`.
 
 Words:
 
-    repaired module  a module that lets documents change each other in a pack, as a test of the model has found. It runs
-                     on batches of several rows, with one document per row
+    repaired module  a test of the model has found that documents of a pack change each other in this module. So hooks
+                     (`isolation/repair.py`) run it on batches of several rows, with one document per row
     part             the tokens of a pack that one rank holds, where several ranks share the pack
     run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
                      behind its prefix
@@ -49,8 +49,8 @@ from .kernels import (
     attend_by_document,
     attend_on_cpu,
     attend_wide,
-    math_in_tiles,
     limit_if_shorter,
+    math_in_tiles,
     wide_kernel,
 )
 
@@ -92,9 +92,11 @@ class OwnMaskError(ValueError):
     """Raised for a packed forward with a mask that the model made itself, because the kernels support no mask.
 
     Attributes:
-        may_only_hide: whether it is possible that the mask only hides keys, as boundaries do. This is so if it has at
-            most two values and needs no gradient. It is also possible for a mask of None, a pattern of the model that
-            was not computed. A bias, or a mask that is learned, does more than hide.
+        may_only_hide: whether the mask may do nothing but hide keys, as boundaries do. This is so if it has at most two
+            values and needs no gradient. A bias, or a mask that is learned, does more than hide.
+
+    Args:
+        mask: the mask; None if the error was raised before the model had computed it, so that it may only hide keys.
     """
 
     def __init__(self, message: str, mask: Tensor | None):
@@ -138,7 +140,8 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: AttentionOptions = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if running is not None and running.in_repaired_module:
-        # Each row is one document. A mask of the rows is honoured, as in every call that is not packed.
+        # Each row is one document. Without a mask, the rows are computed below as the documents of a pack. With a mask,
+        # which must be honoured, the call is computed as one that is not packed.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
     else:
         is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
@@ -160,14 +163,14 @@ def varlen_attention(
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast_for_autocast(module, query, key, value)
-    # 2. Where ranks share the pack, they exchange parts of the pack for heads. Each rank then has all tokens of the
-    #    query heads `exchange.heads`, a slice.
+    # 2. Where ranks share the pack, each rank has all heads of its part of the tokens. It gives heads to the other
+    #    ranks, and gets their tokens: then it has all tokens of some heads, the query heads `exchange.heads`, a slice.
     group = ALONE  # this rank by itself
     if running is not None:
         _check_part(module, query, running, dropout)
         group = running.group
     exchange = HeadExchange(query.shape[1], key.shape[1], group)
-    query, key, value = exchange.to_heads([query], [key, value])
+    query, key, value = exchange.to_heads([query], [key, value])  # tensors of query heads, and of key heads
     options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
     # 3. Each document attends to itself. Then the output gets the shape of the input.
     out = _attend_documents(module, query, key, value=value, kwargs=kwargs, running=running, **options)
@@ -203,21 +206,21 @@ def _attend_documents(
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     is_wide = chunk is None and _runs_wide(query, value, options)
     pack = _pack_of(kwargs, running, num_tokens, stays_on_device=is_flash or is_wide)  # the boundaries of this call
-    chunk = limit_if_shorter(chunk, pack.max_length_k)  # None if no document is longer than a chunk
+    chunk = limit_if_shorter(chunk, pack.max_length_k)  # None if no document of this pack is longer than a chunk
     flash_options: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if is_flash:
         return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash_options)
     device = query.device.type
     if pack.kv_index is not None:
-        # Documents share prefixes: `pack.kv_index` lists the keys of each run.
-        obstacle = None
+        # Documents share prefixes: `pack.kv_index` lists the keys of each run. Only flash kernels look them up.
+        obstacle = ""
         if dropout > 0:
             obstacle = f"dropout={dropout}"
         elif softcap is not None:
             obstacle = f"softcap={softcap}"
         elif device != "cpu":
             obstacle = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
-        if obstacle is not None:
+        if obstacle:
             raise ValueError(
                 f"A pack of {len(pack.cu_seq_lens_q) - 1} runs whose documents share prefixes came to a "
                 f"{type(module).__name__} with {obstacle}. Attention that looks up shared keys runs on flash "
@@ -240,8 +243,8 @@ def varlen_mask(
 ) -> Tensor | None:
     """Return the mask of a forward: None in a packed forward, the result of `sdpa_mask` in every other forward.
 
-    The signature is that of transformers' mask functions. A model that sets `use_vmap` adds a mask pattern of its
-    own to the causal mask.
+    The signature is that of transformers' mask functions. transformers sets `use_vmap` if the model adds a mask pattern
+    of its own, as a function, to the causal mask.
 
     Raises:
         OwnMaskError: the model puts a mask of its own on a pack.
@@ -411,6 +414,7 @@ def _pack_of(
     call_boundaries: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
     bounds = call_boundaries[0]
     has_all_arguments = all(x is not None for x in call_boundaries)
+    # Kernels that read boundaries on the device need all four arguments, and other kernels only `cu_seq_lens_q`.
     arguments_suffice = bounds is not None and (has_all_arguments or not stays_on_device)
     # 1. The running forward, if it has what the arguments lack. Shared prefixes are never among the arguments.
     if running is not None and (running.kv_index is not None or not arguments_suffice):
@@ -418,7 +422,8 @@ def _pack_of(
     # 2. The running forward, if the arguments repeat its boundaries, and it has more than they have: the planned
     #    launches of a flash kernel, or lengths that other kernels need on the host. Otherwise the arguments are better:
     #    torch.compile would take the numbers in `running` for constants of its graph, but not the arguments.
-    if running is not None and (running.launches or not stays_on_device) and bounds is running.cu_seq_lens_q:
+    has_more = running is not None and (running.launches or not stays_on_device)
+    if has_more and running is not None and bounds is running.cu_seq_lens_q:
         return running
     # 3. The positions, in the case that the module's docstring describes. Here the host has to wait for the device.
     if bounds is None:
@@ -457,8 +462,8 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
 
     Raises:
         ValueError: there are no positions, they do not count 0, 1, 2, ... within each document, or they never restart.
-            Positions that never restart are accepted only in a recomputation, because models make up such positions if
-            they get none.
+            Models make up such positions if they get none, so these are accepted only while a checkpointed layer is
+            recomputed, whose boundaries the first forward has checked.
     """
     if position_ids is None:
         raise ValueError(
@@ -476,7 +481,8 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
             "your own.)"
         )
     starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
-    if len(starts) == 2 and num_tokens > 1 and not in_backward():
+    is_recomputation = in_backward()  # a forward inside of a backward recomputes a layer
+    if len(starts) == 2 and num_tokens > 1 and not is_recomputation:
         raise ValueError(
             f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, which models "
             f"also make up themselves: attention never assumes a single document. {PACK_REMEDY}"

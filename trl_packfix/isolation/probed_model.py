@@ -246,7 +246,7 @@ class ProbedModel:
         num_bytes = 4 * num_heads * length**2
         if name == "eager" and num_bytes > LARGEST_SCORES:
             name = "sdpa" if self.inner._supports_sdpa else current
-        with tower_support().attention_as_given(self.inner):
+        with tower_support().own_attention_restored(self.inner):
             if name == current:
                 yield
                 return

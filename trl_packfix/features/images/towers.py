@@ -27,18 +27,18 @@ class Towers(TowerSupport):
         """Return the hooks on the towers of the model of a `PackedForwardGuard`."""
         return [TowerHooks(guard)]
 
-    def set_attention(self, model: PreTrainedModel, takes: bool) -> None:
-        """Set our attention on towers that have `sdpa`, or with `takes=False` set `sdpa` again."""
+    def set_attention(self, model: PreTrainedModel, takes_packs: bool) -> None:
+        """Set our attention on towers that have `sdpa`, or with `takes_packs=False` set `sdpa` again."""
         for config in tower_configs(model):
             if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
-                set_config_attention(config, TOWER_ATTENTION if takes else REPLACED_ATTENTION)
+                set_config_attention(config, TOWER_ATTENTION if takes_packs else REPLACED_ATTENTION)
 
     def has_attention(self, model: PreTrainedModel) -> bool:
         """Return whether a tower of the model has our attention."""
         return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(model))
 
     @contextmanager
-    def attention_as_given(self, model: PreTrainedModel) -> Iterator[None]:
+    def own_attention_restored(self, model: PreTrainedModel) -> Iterator[None]:
         """Within this context, towers have the attention that they have outside of packs."""
         had_tower_attention = self.has_attention(model)
         self.set_attention(model, False)
@@ -48,10 +48,10 @@ class Towers(TowerSupport):
             if had_tower_attention:
                 self.set_attention(model, True)
 
-    def note(self, model: PreTrainedModel, takes: bool, why_not: str) -> str:
+    def note(self, model: PreTrainedModel, may_replace: bool, why_not: str) -> str:
         """Return what the report says about the attention of the towers, as the end of a line; "" for nothing."""
         names = {config._attn_implementation for config in tower_configs(model)}
-        if takes and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
+        if may_replace and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
             return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
         slow_names = [name for name in sorted(names) if name is not None and "flash" not in name]
         if not slow_names:
