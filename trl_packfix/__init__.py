@@ -2,7 +2,8 @@
 
     from trl_packfix import SFTConfig, SFTTrainer   # drop-in for trl's two
 
-Each name is imported at its first use, so `plan_packs` needs numpy only.
+A test before training proves on the model itself that the documents of a pack do not change each other. The work is
+balanced over micro-batches and ranks. Each name is imported at its first use, so `plan_packs` needs numpy only.
 """
 
 from importlib import import_module
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .version import __version__ as __version__
 
+# The module in which each public name is defined
 _MODULE_OF = {
     "SFTConfig": "training.config",
     "SFTTrainer": "training.trainer",
@@ -58,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
         require_trl()
     module_name = _MODULE_OF[name]
-    if module_name.startswith("features."):
+    if module_name.startswith("features."):  # an installation may be without the folder of a feature
         from .feature import require_folder
 
         require_folder(module_name.split(".")[1], name)

@@ -2,7 +2,14 @@
 
 Each function says what it does and why, with a link where there is one, and when it can be removed. Other modules call
 these functions without knowing versions, and change no object of another library (`tests/test_fence.py`). One
-workaround is elsewhere: for Python's fork, in `data/threads.py`. Who undoes the changes, and when:
+workaround is elsewhere: for Python's fork, in `data/threads.py`.
+
+A *pack* below is several documents in one row, with their boundaries. The *leak probe* tests a model before training:
+documents of a pack must not change each other. A *repaired module* has failed this test, and runs on one document per
+row. The leak probe imports this module and needs torch and transformers only. So every other library is imported by the
+function that uses it.
+
+For a review of all changes at once (a reader of single functions can skip it): who undoes each change, and when.
 
     ReplacedFunctions            the end of the last packed forward that is running, of all models and threads
     change_checkpoint_functions  the guard of packed forwards (`attention/forwards.py`), when it is removed
@@ -28,13 +35,6 @@ These changes stay, because:
     keep_from_preparing,
     forget_evaluation            the changed object is not used after the training
     declare_whole_sizes          peft should have set these sizes itself
-
-The leak probe imports this module and needs torch and transformers only. So every other library is imported by the
-function that uses it.
-
-A *pack* below is several documents in one row, with their boundaries. The *leak probe* tests a model before training:
-documents of a pack must not change each other. A *repaired module* has failed this test, and runs on one document per
-row.
 """
 
 import importlib
@@ -70,9 +70,9 @@ if TYPE_CHECKING:
 TRL_FLOOR = "1.9.0"  # the oldest version of TRL that is supported
 SUMMED_BY_RANKS = "replicated_with_grad_allreduce"  # a style of transformers' plans of tensor parallelism
 VARLEN_KERNEL = "_flash_attention_forward"  # name of the operator in `torch.ops.aten`
-# The attributes that hold the checkpoint function: of torch's `CheckpointWrapper`, which FSDP puts around modules, and
-# of both this wrapper and the layers of transformers
+# The attribute in which torch's `CheckpointWrapper`, which FSDP puts around modules, holds its checkpoint function
 WRAPPER_CHECKPOINT = "checkpoint_fn"
+# The attributes that hold a checkpoint function: of layers of transformers, and of this wrapper
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", WRAPPER_CHECKPOINT)
 # The values of accelerate's `DistributedType` with which it wraps a model in DistributedDataParallel
 DDP = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
@@ -121,19 +121,20 @@ def drops_router_logits(model: nn.Module) -> bool:
     """
     if Version(transformers.__version__) >= Version("5.18.0.dev0"):
         return False
+    # What a model records in its forward, by name. A model that records nothing returns router logits in another way.
     records = [part._can_record_outputs or {} for part in model.modules() if isinstance(part, PreTrainedModel)]
-    has_records = any(records)
     has_logits = any("router_logits" in record for record in records)
     has_router = any(type(module).__name__.endswith("Router") for module in model.modules())
-    return has_router and has_records and not has_logits
+    return has_router and any(records) and not has_logits
 
 
 def find_kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
-    """Return the package in which transformers looks for a kernel that replaces this function, and whether it has one.
+    """Return the package with a kernel that transformers calls in place of this function, and whether it calls it now.
 
     For a function without such a kernel the result is None. From transformers 5.17 on, the wrapper around the function
-    holds both values. Before, the package is only in the arguments of its decorator, which are read from the source.
-    Reading the source can be removed with support for transformers below 5.17.
+    holds both values; `is_new_implementation` is whether the kernel was found. Before, the package is only in the
+    arguments of its decorator, which are read from the source. Reading the source can be removed with support for
+    transformers below 5.17.
     https://github.com/huggingface/transformers/blob/v5.16.0/src/transformers/integrations/hub_kernels.py
     """
     if not inspect.isfunction(function):
@@ -269,12 +270,12 @@ def replace_router_logits(first: int, logits: list[torch.Tensor]) -> None:
 
 
 def gather_lm_head_with_model(model: PreTrainedModel) -> None:
-    """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
+    """Tell DeepSpeed ZeRO-3 that TRL's fused loss reads the parameters of the LM head without calling the head.
 
-    DeepSpeed detects this at the first forward with the fused loss, but not if an earlier forward has called the head,
-    and the forwards of the leak probe do. DeepSpeed then prefetches the head while TRL gathers it, and version 0.19
-    stops with "Cannot partition a param in flight". Can be removed when TRL's `maybe_gather_lm_head_ctx` waits for such
-    parameters.
+    DeepSpeed finds this out itself at the first forward with the fused loss, but not if an earlier forward has called
+    the head, and the forwards of the leak probe do. Two parts of the run then gather the head at the same time, and
+    version 0.19 stops with "Cannot partition a param in flight". It stays registered. Can be removed when TRL's
+    `maybe_gather_lm_head_ctx` waits for such parameters.
     https://deepspeed.readthedocs.io/en/latest/zero3.html#registering-external-parameters
     """
     head = model.get_output_embeddings()
@@ -297,11 +298,12 @@ def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
 
     It changes four settings of torch, if `is_used`.
 
-    1. Checkpointed layers store on the running pack what they have derived from it. This is a side effect, and torch
-       silently compiles no checkpointed layer with side effects. `skip_fwd_side_effects_in_bwd_under_checkpoint`
+    1. Checkpointed layers read the boundaries from a global object while a forward runs (`PackedForward`), and store
+       there what they have derived from them. This is a side effect, and torch silently compiles no checkpointed layer
+       with side effects. `skip_fwd_side_effects_in_bwd_under_checkpoint`
        declares that the effects need not happen again when a layer is recomputed. Can be removed when this is torch's
        default. https://github.com/pytorch/pytorch/pull/165775
-    2. With shared prefixes layers also read the length of the longest document from the running pack. torch takes a
+    2. With shared prefixes layers also read the length of the longest document from this object. torch takes a
        number that it reads from a global variable for a constant, and would compile again for each pack, until it
        gives up. `dynamic_sources` lists numbers that are not constants. The user's list stays in it.
        https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
@@ -325,9 +327,9 @@ def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
 def look_up_backend(backend: str | Callable[..., Any], mode: str | None) -> Callable[..., Callable[..., Any]]:
     """Return the function with which torch compiles graphs for a backend and a mode of `torch.compile`.
 
-    A backend of one's own that calls another one looks it up by this function, as torch's page says. It gives inductor
-    the options of a mode, as `torch.compile` does, and other backends the mode's name. Can be removed when torch has a
-    function for both.
+    torch's page says how a custom backend calls another one: it looks it up with `torch._dynamo.lookup_backend`. This
+    function also gives inductor the options of a mode, as `torch.compile` does, and other backends the mode's name. Can
+    be removed when torch has a function for both.
     https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_custom_backends.html
     """
     from torch._dynamo import lookup_backend  # imports sympy
@@ -341,7 +343,9 @@ def look_up_backend(backend: str | Callable[..., Any], mode: str | None) -> Call
 
 
 def undo_compilation(module: nn.Module) -> None:
-    """Undo `module.compile()`, for which torch has no public method. Can be removed when it has one.
+    """Undo `module.compile()`, which this package has called, when training ends. torch has no public method for it.
+
+    Can be removed when it has one.
 
     https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.compile
     """
@@ -446,6 +450,7 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
         return None
 
     def unshard(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        # Without a backward the sharded head does no harm, and no backward would shard it again.
         if torch.is_grad_enabled() and isinstance(head.weight, DTensor):
             head.unshard()
 
@@ -469,9 +474,10 @@ def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Sum the gradients of `parameters_summed_by_ranks` over ranks only once, for the one backward in this context.
 
     The norms of query and key heads are on all R ranks, and each rank has the gradient of its own heads. transformers
-    sums these gradients over the ranks after each backward. But it sums the gradient that was accumulated so far, so
-    that the first of n micro-batches would count R^(n - 1) times. Here each backward begins without a gradient, and the
-    earlier gradient is added afterwards. Can be removed when transformers sums once per optimizer step; see
+    sums these gradients over the ranks after each backward. But it sums the gradient that was accumulated so far: on
+    two ranks, the second micro-batch sums the gradient of the first once more, which then counts twice, and after a
+    third micro-batch four times. Here each backward begins without a gradient, and the earlier gradient is added
+    afterwards. Can be removed when transformers sums once per optimizer step; see
     dev/upstream.md.
     """
     earlier_gradients = [parameter.grad for parameter in parameters]
@@ -557,7 +563,7 @@ def state_is_exact(dataset: "IterableDataset") -> bool:
 
     if Version(datasets.__version__) < Version("5.1"):
         return False
-    if dataset._formatting is not None and dataset._formatting.is_table:
+    if dataset._formatting is not None and dataset._formatting.is_table:  # the rows are Arrow tables
         return False
     sources = [dataset._ex_iterable]
     while sources:
@@ -595,7 +601,7 @@ def whole_model_saved(plugin: "FullyShardedDataParallelPlugin | None") -> Iterat
         yield
         return
     type_before = plugin.state_dict_type
-    plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin.set_state_dict_type("FULL_STATE_DICT")  # converts the name to the type that the plugin needs
     try:
         yield
     finally:
@@ -606,8 +612,9 @@ def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
     """Make accelerate prepare `model` for DDP again if it has prepared the model for evaluation.
 
     accelerate marks a model that it has prepared, and does not prepare it again. So ranks that evaluate a model first
-    would train it without DDP, without exchanging gradients. DeepSpeed and FSDP prepare a model for both at once. Can
-    be removed when accelerate prepares a model for training after `evaluation_mode=True`; see dev/upstream.md.
+    would train it without DDP, without exchanging gradients. DeepSpeed and FSDP prepare a model for both at once.
+    accelerate sets the mark again. Can be removed when accelerate prepares a model for training after
+    `evaluation_mode=True`; see dev/upstream.md.
 
     Returns:
         Whether the model was marked, under DDP.
@@ -691,7 +698,9 @@ def change_checkpoint_functions(layers: list[nn.Module], change: Callable[[Calla
     for layer in layers:
         for name in CHECKPOINT_FUNCTIONS:
             checkpoint = vars(layer).get(name)
-            changed = None if checkpoint is None else change(checkpoint)
+            if checkpoint is None:
+                continue
+            changed = change(checkpoint)
             if changed is not checkpoint:  # most forwards find what the first one set
                 vars(layer)[name] = changed
 
@@ -781,7 +790,8 @@ def callbacks_left_out(handler: Any, kinds: tuple[type[Any], ...]) -> Iterator[N
 
 
 def call_first(handler: Any, callback: Any) -> None:
-    """Add a callback to the handler of a trainer before all others; `Trainer.remove_callback` removes it.
+    """Add a callback to the handler of a trainer before all others. `remove()` of what `pack_forward` returns removes
+    it.
 
     transformers adds callbacks at the end only. A callback that adds numbers to the log must run before the callback of
     a tracker sends the log. Can be removed when `add_callback` has an argument for the position.
@@ -817,7 +827,9 @@ def hooks_left_out(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> Itera
         yield
     finally:
         for (hooks, removed), hooks_before in zip(tables, tables_before, strict=True):
-            # Hooks may have been added or removed within the context, and these changes stay.
+            # Hooks may have been added or removed within the context, and these changes stay. torch calls hooks in the
+            # order of the dictionary, so it is filled anew: first with all hooks that were there before, in their
+            # order.
             hooks_now = dict(hooks)
             hooks.clear()
             hooks.update({key: hook for key, hook in hooks_before.items() if key in removed or key in hooks_now})

@@ -1,8 +1,9 @@
 """Define what the core knows of features: capabilities in folders `features/NAME/` that the core never imports.
 
-A feature imports the core, all modules outside of `features/`. The core works without the folder: it finds the package
-of a feature by its name (`find_folder`), or gets the `Feature` of a run from the fields of the config that belong to it
-(`features_of`), and calls its hooks where a run with the feature differs. So no module asks whether a feature is on.
+The *core* is all modules outside of `features/`. A feature imports the core. The core works without the folder: it
+finds the package of a feature by its name (`find_folder`), or gets the `Feature` of a run from the fields of the config
+that belong to it (`features_of`), and calls its hooks where a run with the feature differs. So hardly any module asks
+whether a feature is on.
 
 A hook gets an object that a run has without the feature, and returns the object that it has with the feature. The hooks
 of `Feature` itself change nothing. This module imports no module of the package, so the docstrings name the classes.
@@ -33,22 +34,22 @@ FIELDS = {"share_prefixes": FeatureField("prefixes", off="off", regrouping=("fam
 class Feature:
     """A feature with the settings of a run. This class itself is a run without any feature.
 
-    Shared prefixes and images make a probe. `make_unpacked_class` is for images. The other hooks are for prefixes: what
-    images need there is in the objects that read and collate the rows (`training/reading.py`).
+    There are two subclasses, for shared prefixes and for images. Both override `make_probe_class`, images also
+    `make_unpacked_class`, and prefixes the other hooks. For images, the objects that read and collate the rows do the
+    work of these hooks (`training/reading.py`).
     """
 
     is_on = False
-    has_towers = False  # whether packs have inputs of parts of the model that read no text
+    has_towers = False  # whether packs have inputs for vision towers, parts of the model that read no text
     regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
-    # Parts of messages: what packs have ("documents share prefixes"), the documents in them, the setting that switches
-    # the feature off, in backticks, and the memory of `copied_bytes` ("copied keys of shared prefixes")
-    packs_text: ClassVar[str] = ""
-    documents_text: ClassVar[str] = ""
-    off_text: ClassVar[str] = ""
-    copies_text: ClassVar[str] = ""
+    # Parts of messages
+    packs_text: ClassVar[str] = ""  # what is the case in packs with the feature: "documents share prefixes"
+    documents_text: ClassVar[str] = ""  # the documents in these packs: "documents that share prefixes"
+    off_text: ClassVar[str] = ""  # the setting that switches the feature off, in backticks
+    copies_text: ClassVar[str] = ""  # what takes `copied_bytes`: "copied keys of shared prefixes"
     copied_bytes: int = 0  # the most bytes that attention on a device copies for the feature
     settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that switch it on, with their values
-    needs_lookup: bool = False  # whether attention looks up the keys of documents, as only this package's does
+    needs_lookup: bool = False  # whether attention looks up shared keys, which only `packfix_varlen` can
 
     @property
     def plain(self) -> "Feature":
@@ -63,18 +64,23 @@ class Feature:
         return None
 
     def make_units(self, units: T, planner: Any, step_of_documents: Any = None) -> T:
-        """Return the `Units` to plan; `step_of_documents` has the step that each document must keep, (N,), or None."""
+        """Return the `Units` to plan for a `Planner`, made from the documents as units.
+
+        `step_of_documents` is given if packed training must have the same documents in each optimizer step as unpacked
+        training: the step of each document, (N,). All documents of a unit then have the same step.
+        """
         return units
 
     def make_collator(self, collator: T, *, keeps_last_rows: bool = False, compare: Any = None) -> T:
         """Return the collator of packs, made from the `PackedDataCollator` of the run.
 
-        `keeps_last_rows` gives a row to all tokens. `compare` returns the content of documents; None compares tokens.
+        With `keeps_last_rows` also the last token of each document, which predicts nothing, has a row of its own.
+        `compare` returns the content by which documents are compared; None compares tokens.
         """
         return collator
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> "Feature":
-        """Return the feature in packs of an evaluation. Only a feature that plans packs in another way differs there.
+        """Return the feature for packs of an evaluation, which may allow less than training (`training/evaluation.py`).
 
         `can_sort` is whether documents can be sorted by tokens, `shares` whether they may share rows.
         """
@@ -103,9 +109,13 @@ class Feature:
 PLAIN = Feature()  # a run without features
 
 
-def regroups(changed: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Return whether planning has other units than documents with one of these values of fields, given by name."""
-    return any(value in field.regrouping for name, field in FIELDS.items() for value in changed.get(name, ()))
+def regroups(values_by_name: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Return whether one of some values of config fields makes planning have other units than documents.
+
+    Args:
+        values_by_name: values of each field by its name, for example the values before and after a restart.
+    """
+    return any(value in field.regrouping for name, field in FIELDS.items() for value in values_by_name.get(name, ()))
 
 
 def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
@@ -121,7 +131,7 @@ def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
         value = getattr(settings, name)
         folder = find_folder(field.feature)
         if folder is not None:
-            feature = folder.FEATURE(value, feature)
+            feature = folder.FEATURE(value, feature)  # also for the value "off": its hooks then change nothing
         elif value != field.off:
             raise ValueError(
                 f"`{name}={value!r}` was given, and this installation of trl_packfix is without its folder "

@@ -73,7 +73,9 @@ class Group:
         return process_group
 
     def rows(self, num_rows: int) -> slice:
-        """Return which rows of a pack are the part of this rank. `num_rows`, their number, is a multiple of the size.
+        """Return which rows of the hidden states of a pack, (num_rows, hidden), are the part of this rank.
+
+        `num_rows`, the number of tokens of the pack, is a multiple of the size.
 
         >>> Group(size=2, rank=1).rows(6), Group().rows(6)
         (slice(3, 6, None), slice(0, 6, None))
@@ -82,7 +84,7 @@ class Group:
         return slice(self.rank * num_rows // self.size, (self.rank + 1) * num_rows // self.size)
 
     def count_once(self, value: Number) -> Number:
-        """Return a number that all ranks of the group have on the first of them, and 0 on the others."""
+        """Return `value` on the first rank of the group and 0 on the others, so that a sum over ranks has it once."""
         return value * self.is_leader
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -127,10 +129,11 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
         ranks = list(range(first_rank, first_rank + degree))
         try:
             # Each rank makes its own group only. It would be slow to make all groups on every rank: 512 ranks, for
-            # instance, have 511 groups of all degrees together.
+            # instance, have 511 groups of the degrees 2, 4, ..., 512.
             process_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         except NotImplementedError:
-            # With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 all ranks have to make all groups of the degree.
+            # A backend of torch, torchcomms (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), cannot do this: with it all ranks
+            # have to make all groups of the degree.
             first_ranks = range(0, world_size, degree)
             process_groups = [dist.new_group([*range(rank, rank + degree)], timeout=timeout) for rank in first_ranks]
             process_group = process_groups[first_rank // degree]

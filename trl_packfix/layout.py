@@ -70,7 +70,7 @@ class Targets:
         positions: for each of the M targets the row that predicts it, (M,), if rows may predict tokens of several
             documents. For example, if row 0 predicts a token of documents 0 and 1, and row 1 one of document 1,
             `positions` is [0, 0, 1] and `documents` is [0, 1, 1]. None if each row predicts the token of one document.
-            Then a value per row stands for its target, and is 0 at rows whose next token is not trained.
+            The values then stay as they are, one per row. Callers give 0 at rows whose next token is not trained.
     """
 
     documents: Tensor
@@ -89,7 +89,8 @@ class Sizes:
     In a part, `tokens`, `lengths` and `shared_tokens` describe the whole pack.
 
     Attributes:
-        tokens: number of tokens of all documents with a trained token, (). In a padded batch it counts all documents.
+        tokens: number of tokens of all documents with a trained token, (). In a padded batch it counts all documents,
+            as TRL does.
         computed_rows: number of rows that this rank computes for these documents, ().
         lengths: tokens of each document, (N,); 0 for a document without a trained token.
         shared_tokens: tokens of each document that are computed for another document, (N,); 0 where `lengths` is 0.
@@ -109,13 +110,15 @@ class Layout(ABC):
         group: the s ranks that share the pack; a group of one rank if the batch is not a part.
         num_tokens: T of the whole pack, a multiple of s, if the batch is a part; else 0.
         checksum: a checksum of the whole pack, its tokens, labels and layout, if the batch is a part; else 0.
-        launches: the launches of the flash kernel for this pack on CUDA, planned by `data/by_length.py`, each as (first
-            document, last document + 1, first token, last token + 1, tokens of the longest document). (): one launch.
+        launches: the launches of the flash kernel for this pack on CUDA, each for neighbouring documents of similar
+            length, because a launch wastes time on documents that are much shorter than its longest. Each is (first
+            document, last document + 1, first token, last token + 1, tokens of the longest document), planned by
+            `data/by_length.py`. (): one launch of all documents.
         is_packed: whether the batch is a pack, with document boundaries, or a part of one.
         shares_rows: whether a row may belong to several documents.
     """
 
-    group: Group  # no default, because torch does not compile a default that is an object
+    group: Group  # no default, because torch.compile cannot construct an object as the default of a dataclass field
     num_tokens: int = 0
     checksum: int = 0
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
@@ -140,20 +143,21 @@ class Layout(ABC):
         """Return the targets that the rows of this rank predict.
 
         Args:
-            mask: whether the next token of each row is trained: (B, S - 1), (1, T - 1), or (1, T / s) in a part.
+            mask: whether the next token of each row is trained: (B, S - 1) or (1, T - 1), because the last token has no
+                next one, or (1, T / s) in a part, whose last token may have its next token in the next part.
         """
 
     @abstractmethod
     def row_counts(self, trained: Tensor) -> Tensor:
-        """Return how many times each row of this rank counts in the means of the router loss.
+        """Return for each row of this rank the number of documents with a trained token that it belongs to.
 
-        A row counts once for each document with a trained token that it belongs to. So rows of padding count 0 times.
+        The means of the router loss count a row so many times, as if no documents shared it. Rows of padding count 0.
 
         Args:
             trained: number of trained tokens of each document, as in `Targets`.
 
         Returns:
-            (B, S), (1, T), or (1, T / s) in a part.
+            (B, S), (1, T), or (1, T / s) in a part. Bool if no documents share rows, so that numbers are 0 or 1.
         """
 
     @abstractmethod
@@ -181,7 +185,7 @@ class Layout(ABC):
         }
 
     def batch_to_count(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch in which code that counts labels, such as transformers, counts the targets of this rank."""
+        """Return a batch in which code that counts labels, such as transformers', finds the targets of this rank."""
         return batch
 
     def cut_to_part(self, rows: slice, mask: Tensor) -> Self:
@@ -269,7 +273,7 @@ class PackedLayout(Layout):
         return len(self.cu_seq_lens) - 1
 
     def targets(self, mask: Tensor) -> Targets:
-        if self.next_documents is not None and self.trained is not None:
+        if self.next_documents is not None and self.trained is not None:  # in a part both are set
             return Targets(self.next_documents, self.trained)
         documents = self.seq_idx[:, 1:].long()
         return Targets(documents, _count_trained(documents, self.document_count, mask))
@@ -307,8 +311,8 @@ class SharedRowsLayout(Layout):
 
     Attributes:
         kv_index: the rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],).
-        target_rows: for each of the M targets, the row after the row that predicts it, (M,). In a whole pack, `labels`
-            has the target there, because models compare each row with the label of the next row.
+        target_rows: for each of the M targets, the number of the row that predicts it, plus 1, (M,). In a whole pack,
+            this is the place of the target in `labels`, because models compare each row with the label of the next row.
         target_documents: the document of each target, (M,).
         num_documents: for each row, the number of documents with a trained token to which it belongs, (T,), or (T / s,)
             in a part.
@@ -348,7 +352,8 @@ class SharedRowsLayout(Layout):
         return super().attention_fields() | {"kv_index": self.kv_index, "run_lengths": self.run_lengths}
 
     def batch_to_count(self, batch: dict[str, Any]) -> dict[str, Any]:
-        # Only the number of labels that are not -100 matters. Any tensor with one such entry per target has it.
+        # Only the number of labels that are not -100 counts. So any tensor with one such entry for each target will do,
+        # and no other entry of the batch is needed.
         return {"labels": self.target_documents, "shift_labels": self.target_documents}
 
     def predicting_rows(self, document: int) -> Tensor:

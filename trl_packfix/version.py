@@ -1,6 +1,6 @@
 """The version, for the package, its checkpoints and the wheel.
 
-Between two releases it is the version of the next release, with `.dev0`.
+Between two releases, `__version__` is the version of the next release, with `.dev0`.
 """
 
 import importlib.metadata
@@ -8,7 +8,8 @@ import importlib.metadata
 __version__ = "1.0.0"
 
 # The libraries that decide how documents are packed and trained, in the versions of constraints.txt. A run on newer
-# ones says so in its report: a release may change which models keep the documents of a pack apart.
+# ones says so in its report: several documents are trained in one row, a pack, and a new release may change in which
+# models they do not see each other.
 TESTED_VERSIONS = {
     "accelerate": "1.15.0",
     "datasets": "5.2.0",
