@@ -214,7 +214,7 @@ def test_only_models_that_read_ahead_get_padding():
     ):
         probe = Probe(model)
         with probe.undisturbed():
-            row = probe.make_row(ids)
+            row = probe.make_unpacked_batch(ids)
             assert row["input_ids"].shape == (1, len(ids) + padding)
             assert ("attention_mask" in row) == bool(padding)
             assert probe.forward_alone(ids).shape[0] == len(ids)

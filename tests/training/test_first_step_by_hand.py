@@ -519,7 +519,7 @@ def row_losses(documents, **settings):
         return SimpleNamespace(logits=logits)
 
     step._unwrapped_model = run_model
-    step._probe.make_row = lambda tokens: {"input_ids": tokens.reshape(-1, num_tokens)}
+    step._probe.make_unpacked_batch = lambda tokens: {"input_ids": tokens.reshape(-1, num_tokens)}
     labels = torch.from_numpy(np.stack([document["labels"] for document in documents]))[:, 1:]
     return logits[:, : num_tokens - 1], labels, step._row_losses(documents)
 
@@ -551,7 +551,7 @@ def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one(loss_ty
     step = ScriptedFirstStep()
     step._objective.fused_head_is_exact = False
     step._trainer.args.loss_type = loss_type
-    step._probe.make_row = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
+    step._probe.make_unpacked_batch = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
     scores = -torch.rand(2, 10, generator=torch.Generator().manual_seed(0))
     rows = []
 
@@ -580,7 +580,7 @@ def test_a_row_has_the_loss_of_the_own_head_if_labels_are_smoothed():
 def test_a_document_with_images_runs_with_its_images_and_without_its_weight():
     step = ScriptedFirstStep()
     rows = []
-    step._probe.make_row = lambda document: rows.append(document) or {}
+    step._probe.make_unpacked_batch = lambda document: rows.append(document) or {}
     step._unwrapped_model = lambda **row: SimpleNamespace(logits=torch.zeros(1, 5, 40))
     document = document_of(5) | {module.WEIGHTS: 2.0, "pixel_values": "pixels"}
     assert step._row_losses([document]).tolist() == pytest.approx([4 * np.log(40)])

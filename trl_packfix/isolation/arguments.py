@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
-    """Return the leaves of the arguments of a call, and the tree that rebuilds (args, kwargs) from their values.
+    """Return the leaves of the arguments of a call, and the tree that rebuilds the pair (args, kwargs) from their
+    values.
 
     A place begins with the name of the argument, also if the argument is positional.
     """
@@ -29,8 +30,10 @@ def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     leaves, tree = tree_flatten_with_path((args, kwargs))
     names = _parameter_names(type(module).forward)
     named = []
+    # The path to a leaf begins with keys of torch's trees: 0 for `args` or 1 for `kwargs`, then the number or the name
+    # of the argument.
     for (collection, argument, *path_inside), value in leaves:
-        is_keyword = collection.idx == 1  # of (args, kwargs)
+        is_keyword = collection.idx == 1
         if is_keyword:
             name = argument.key
         elif argument.idx < len(names):
@@ -64,17 +67,18 @@ def calls_watched(
 ) -> Iterator[None]:
     """Within this context, `note` is called after each call of the modules.
 
-    At a repaired module, inputs are read before its hooks and outputs after them.
+    Hooks on a repaired module change its inputs and outputs (`repair.py`). What is read here is what the module would
+    get and return without these hooks: inputs for the whole pack, and outputs for the whole pack.
 
     Args:
-        modules: the modules to watch, by name.
+        modules: the modules to watch, by name, the outermost first.
         read: converts the leaves of the inputs of a call, and the leaves of its outputs, to what `note` gets.
-        note: gets the name of the module, the number of the call among its calls, and what was read from inputs and
-            from outputs. Calls that raise have no outputs: at the end of the context, `note` gets None in their place,
-            for the outermost module first.
+        note: gets the name of the module, how many calls of this module have ended before, and what was read from
+            inputs and from outputs. Calls that raise have no outputs: at the end of the context, `note` gets None in
+            their place, in the order of `modules`.
     """
     inputs: dict[str, list[T]] = {name: [] for name in modules}  # of the calls that run, the innermost last
-    num_calls: Counter[str] = Counter()
+    num_calls: Counter[str] = Counter()  # calls that have ended
     with ExitStack() as hooks:
         for name, module in modules.items():
             # `name` is a default of the hooks, because it changes with the loop.
@@ -86,6 +90,7 @@ def calls_watched(
                 note(name, num_calls[name], inputs[name].pop(), read(output_leaves(output)[0]))
                 num_calls[name] += 1
 
+            # These hooks run before and after all other hooks on the module.
             hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after))
         try:

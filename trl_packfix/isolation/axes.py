@@ -68,7 +68,9 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
         for lengths in WATCHED_PACKS
     ]
     *sizes_of_batches, sizes_of_shortest = [
-        _record_sizes(modules, partial(probe.forward_rows, torch.stack([probe.tokens(num_tokens)] * num_rows)))
+        _record_sizes(
+            modules, partial(probe.forward_without_boundaries, torch.stack([probe.tokens(num_tokens)] * num_rows))
+        )
         for num_rows, num_tokens in (*WATCHED_BATCHES, SHORTEST_BATCH)
     ]
     pack_lengths = [sum(lengths) for lengths in WATCHED_PACKS]

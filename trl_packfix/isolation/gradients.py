@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 NUM_VECTORS = 8  # random vectors, and products, of a parameter
-# If the norm of a parameter's gradient is a smaller share of the norm of the whole gradient, its difference is relative
-# to this share of the whole gradient
+# The difference of a parameter's gradient is relative to its norm, or to this share of the norm of the whole gradient
+# if that is larger
 SMALL_SHARE = 1e-3
 
 
@@ -31,8 +31,9 @@ def gradient_products(parameters: Sequence[nn.Parameter]) -> Tensor:
             continue
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
-        gradient = gradient.detach().float().flatten(1) if gradient.dim() > 1 else gradient.detach().float()[None]
-        # A product is u^T G v, where G is the gradient. A vector u has as many numbers as G has rows, and v as columns.
+        gradient = gradient.detach().float()
+        gradient = gradient.flatten(1) if gradient.dim() > 1 else gradient[None]  # a matrix G, (rows, columns)
+        # Each product is u^T G v with two random vectors: u has a number per row of G, and v a number per column.
         num_rows, num_columns = gradient.shape
         rows = _random_vectors(num_rows, 2 * i).to(gradient)
         columns = _random_vectors(num_columns, 2 * i + 1).to(gradient)

@@ -9,9 +9,9 @@ images, and for packs whose documents share prefixes.
 Words: a *document* is one training example, here a tensor of random tokens. A *pack* is one sequence of documents, one
 after the other. A document runs *alone* as TRL without packing would train it. The *degree* is the number of ranks that
 share each pack (sequence parallelism), and these ranks are a *group*. *States* are last hidden states, before the LM
-head. A *run* is one forward of the model, and the *rows* of a document are the positions of its tokens in the pack. An
-*engine* is DDP, DeepSpeed or FSDP. *Rounding* is the relative change that another order of the same sums may cause, so
-a smaller change is no defect.
+head. A *run* is one forward of the model. The *rows* of a document are the positions of its tokens in the pack, and so
+also in its states and gradients, (T, hidden). An *engine* is DDP, DeepSpeed or FSDP. *Rounding* is the relative change
+that another order of the same sums may cause, so a smaller change is no defect.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ NUM_PADDING_TOKENS = 2  # tokens behind a document in a padded row
 # A larger change of earlier states, relative to the largest state, is no rounding
 READ_AHEAD_THRESHOLD = 1e-3
 # Below this relative difference of gradients, a difference can be rounding even if the model is in fp64, because some
-# modules compute in fp32
+# modules compute in fp32. The probes of two features use it
 SMALLEST_ROUNDING = 1e-4
 T = TypeVar("T")
 Documents = list[Any]  # the documents of a pack: tensors of tokens, or in a subclass of `Probe` other objects
@@ -60,7 +60,8 @@ class RunPair:
         second_documents: the documents of the second run. It is a pack with other documents in some places or, if
             `is_alone`, a single document of the first pack.
         is_alone: whether the second run is a document alone.
-        is_large: whether the packs are so long that recording the values of all modules would need too much memory.
+        is_large: whether the packs are so long that `tracing.py` must not record the values of all modules on the
+            device, which would need too much memory.
     """
 
     first_documents: Documents
@@ -88,7 +89,8 @@ class RunPair:
     @property
     def has_equal_lengths(self) -> bool:
         """Whether both runs are packs with the same document lengths, so that only tokens differ."""
-        return not self.is_alone and [*map(len, self.first_documents)] == [*map(len, self.second_documents)]
+        lengths = [len(ids) for ids in self.first_documents]
+        return not self.is_alone and lengths == [len(ids) for ids in self.second_documents]
 
     def run_first(self, probe: "Probe") -> list[Tensor]:
         """Do the first run, and return the states of the common documents, (length, hidden) each."""
@@ -133,7 +135,7 @@ class Probe(ProbedModel):
         user_attention: name of the attention with which the user gave the model, for example "sdpa"; see `ProbedModel`.
 
     Attributes:
-        group: the ranks that share each pack, a `SequenceGroup`; on one rank a `LocalRank`.
+        group: the ranks that share each pack: a `SequenceGroup`, or a `LocalRank` if no other rank shares it.
         reads_ahead: whether a token changes earlier states of its document, with the padding that unpacked TRL uses.
         dtype: the coarsest dtype among the outputs of modules. The first call of `run_without_draws` sets it.
         drawing_modules: the modules that draw random numbers even in training without dropout. The same call sets it.
@@ -150,8 +152,8 @@ class Probe(ProbedModel):
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         vocab_size = self.config.vocab_size
-        # Special tokens in the first half of the vocabulary are taken to be at its beginning, so words begin behind the
-        # last of them. Special tokens in the second half are excluded one by one.
+        # All tokens up to the last special token in the first half of the vocabulary are left out, because tokenizers
+        # put their special tokens at the beginning. Special tokens in the second half are left out one by one.
         first_word = max((token for token in special if token < vocab_size // 2), default=0) + 1
         self._words = torch.tensor([token for token in range(first_word, vocab_size) if token not in special])
 
@@ -170,7 +172,8 @@ class Probe(ProbedModel):
         lengths = [min(n, max_length or n) for n in full_lengths]
         documents = [self.tokens(n) for n in lengths]
         # The first variant has other documents of the same lengths around the two in the middle, the second a longer
-        # document in the place of one of these two. The gradient tests all pairs of documents.
+        # document in the place of one of these two. Not every document is tested with every other one in this way, but
+        # `gradient` tests all pairs.
         outer_documents = {i: self.tokens(lengths[i]) for i in (0, 3)}
         return documents, [
             replace_documents(documents, outer_documents),
@@ -197,7 +200,8 @@ class Probe(ProbedModel):
     def _row_states(self, documents: list[Tensor], num_rows: int, *, gradient: bool) -> Tensor:
         """Return the states of all rows of a pack, (num_rows, hidden), gathered from the ranks that share the pack."""
         with torch.set_grad_enabled(gradient):
-            states = self.group.gather_states(lambda: self.states(self._make_batch(documents, self.group)))[0]
+            # A function, because an error of the model on one rank must be raised on all ranks.
+            (states,) = self.group.gather_states(lambda: self.states(self._make_batch(documents, self.group)))
         if len(states) != num_rows:
             raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
         return states
@@ -205,10 +209,10 @@ class Probe(ProbedModel):
     def forward_alone(self, ids: Tensor) -> Tensor:
         """Return the states that a document, (n,), has alone: (n, hidden)."""
         with self.unpacked(len(ids)), torch.no_grad():
-            return self.states(self.make_row(ids))[0][: len(ids)]
+            return self.states(self.make_unpacked_batch(ids))[0][: len(ids)]
 
-    def forward_rows(self, ids: Tensor) -> None:
-        """Run documents of equal length as a batch without boundaries, (B, n), with the attention of packs."""
+    def forward_without_boundaries(self, ids: Tensor) -> None:
+        """Run documents of equal length as a padded batch, (B, n), with the attention of packs. Nothing is returned."""
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
@@ -223,17 +227,17 @@ class Probe(ProbedModel):
         ids = self.tokens(DOCUMENT_LENGTHS[0])
         try:
             with self.as_given(len(ids)), torch.set_grad_enabled(not self.has_engine):
-                self.states(self.make_row(ids))
+                self.states(self.make_unpacked_batch(ids))
         except (CannotRun, KernelError) as error:
             return str(error)
         return None
 
-    def make_row(self, ids: Tensor) -> dict[str, Any]:
+    def make_unpacked_batch(self, ids: Tensor) -> dict[str, Any]:
         """Return the unpacked batch of a document, (1, n), or of several of equal length, (B, n), padded if needed."""
-        return self._make_rows(ids.reshape(-1, ids.shape[-1]), self._needs_padding)
+        return self._unpacked_batch(ids.reshape(-1, ids.shape[-1]), self._needs_padding)
 
-    def _make_rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
-        """Return the unpacked batch of rows of equal length, (B, n), with `NUM_PADDING_TOKENS` behind if `padded`."""
+    def _unpacked_batch(self, ids: Tensor, padded: bool) -> dict[str, Any]:
+        """Return the unpacked batch of B documents, (B, n), with `NUM_PADDING_TOKENS` behind each if `padded`."""
         if not padded:
             return {"input_ids": ids.to(self.device), "use_cache": False}
         tokens = torch.cat([ids, ids[:, -1:].expand(-1, NUM_PADDING_TOKENS)], dim=1).to(self.device)
@@ -243,19 +247,21 @@ class Probe(ProbedModel):
 
     @cached_property
     def _needs_padding(self) -> bool:
-        """Whether documents alone are padded: they are if a token changes earlier states in a row without padding.
+        """Whether documents alone are padded, which is so if the model is not causal without padding.
 
-        It is measured once, by the first document that runs alone. The measurement also sets `reads_ahead`.
+        It is measured once, when the first document runs alone. The measurement also sets `reads_ahead`: whether a
+        token changes earlier states, with padding if documents are padded.
 
-        Unpacked TRL pads its rows. In nearly all models that changes nothing. But transformers drops a mask that hides
-        nothing, and then the text part of PaliGemma is not causal.
+        Unpacked TRL pads the documents of a batch, with a mask that hides the padding. In nearly all models padding
+        changes no state. But transformers drops a mask that hides nothing, and the text part of PaliGemma is causal
+        only by its mask.
         """
         ids = self.tokens(9)
-        # two rows that differ in their last two tokens, so that the first seven states should be equal
-        rows = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
+        # Two documents that differ in their last two tokens, so that the first seven states should be equal
+        documents = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
 
         def changes_earlier_states(padded: bool) -> bool:
-            first, second = self.states(self._make_rows(rows, padded))[:, :7]
+            first, second = self.states(self._unpacked_batch(documents, padded))[:, :7]
             return self.on_any_rank(
                 largest_distance([first], [second]) > READ_AHEAD_THRESHOLD * first.abs().max().item()
             )
@@ -266,7 +272,7 @@ class Probe(ProbedModel):
                 return False
             try:
                 self.reads_ahead = changes_earlier_states(padded=True)
-            except CannotRun:  # TRL trains such a model on rows of equal length only
+            except CannotRun:  # it cannot run with padding: TRL trains such a model on documents of equal length only
                 return False
         return True
 
@@ -289,12 +295,13 @@ class Probe(ProbedModel):
 
         First `run_model` is called while the modules that draw random numbers are noted in `drawing_modules`, and the
         coarsest dtype of outputs in `dtype`. Modules that draw are routers with jitter or sampling, and the noise of
-        NEFTune. If there are any, they are set to eval mode and `run_model` is called again. The context `undisturbed`,
-        in which this method is called, restores their modes.
+        NEFTune. If there are any, they are set to eval mode and `run_model` is called again. This method is called
+        inside of the context `undisturbed` (`probed_model.py`), which restores their modes.
         """
         with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):
             result = run_model()
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        # All modules of a class that has drawn, because another one may draw in another run
         self.drawing_modules = [module for module in self.inner.modules() if type(module) in drawing_classes]
         self.silence()
         return run_model() if drawing_classes else result
@@ -307,8 +314,9 @@ class Probe(ProbedModel):
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Return the largest gradient of one document's states with respect to another document's embeddings.
 
-        On one rank there are few backwards: backward b sums the states of the documents whose index has bit b set. For
-        each pair of documents some backward contains one and not the other. In a group of ranks there is one backward
+        On one rank there are few backwards: backward b sums the states of the documents whose index has bit b set. Two
+        documents have different indices, so some backward contains one of them and not the other. Four documents, for
+        example, need two backwards: of the documents 1 and 3, and of 2 and 3. In a group of ranks there is one backward
         per document. Its gradient is also compared with the gradient of the document alone, because a gradient that is
         not sent back to its rank changes no gradient of another document, and would go unnoticed.
 
@@ -328,13 +336,15 @@ class Probe(ProbedModel):
             targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
         try:
             batch = self._make_batch(documents, self.group)
-            # Some kernels sum tokens of several documents in common, which rounds by up to one eps per token in the
-            # rows of other documents.
+            # A kernel of recurrent layers (a *mixer*) may sum tokens of several documents and subtract them again. What
+            # remains in the rows of other documents is up to one eps per token.
             crossing_limit = mixer_support().tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps
             return self._gradient_error(batch, targets, limit=limit, crossing_limit=crossing_limit)
         except KernelError:
             raise
-        except ValueError as error:  # of a repaired module that is recomputed without the boundaries of its forward
+        except ValueError as error:
+            # Raised by a repaired module (`repair.py`) that a checkpoint recomputes without the boundaries of its
+            # forward
             raise CannotRun(str(error)) from error
 
     def _gradient_error(
@@ -359,8 +369,10 @@ class Probe(ProbedModel):
         )
         if gradients is None:
             return None
+        # An unpacked model gets the documents as a padded batch, so its embeddings are not the rows of the pack. A
+        # limit is given only if ranks or documents share rows, which an unpacked model does not.
         if limit is None and len(gradients[0]) != batch["input_ids"].shape[1]:
-            return None  # the backbone gets documents as padded rows, not the pack
+            return None
         for gradient, (ids, rows, num_shared) in zip(gradients, targets, strict=True):
             # First, separate the gradient in the document's rows from the gradient in all other rows, which crosses.
             gradient_in_pack = gradient[rows]
@@ -371,7 +383,7 @@ class Probe(ProbedModel):
             if limit is not None:
                 own_rows = torch.arange(num_shared, len(rows), device=self.device)
                 with self.unpacked(len(ids)):
-                    gradients_alone = self.embedding_gradients(self.make_row(ids), [own_rows])
+                    gradients_alone = self.embedding_gradients(self.make_unpacked_batch(ids), [own_rows])
                 if gradients_alone is None:
                     return None
                 gradient_alone = gradients_alone[0][: len(rows)]
@@ -387,8 +399,7 @@ class Probe(ProbedModel):
     def rounding(self) -> float:
         """Relative change that another order of the same sums may cause: 32 eps in fp32, 4 eps in half precision.
 
-        In fp32 it is at least one eps per token that a kernel of a mixer sums in common, whichever documents they are
-        of.
+        In fp32 it is at least one eps per token that a kernel of recurrent layers sums, of several documents together.
         """
         eps = torch.finfo(self.dtype).eps
         return 4 * eps if eps > 1e-4 else max(32, mixer_support().tokens_summed_in_common(self.inner)) * eps

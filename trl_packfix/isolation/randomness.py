@@ -14,7 +14,7 @@ from torch import nn
 def device_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the random generator of a device, or None for the CPU and for `meta`.
 
-    `torch.random.fork_rng` restores the generator of the CPU.
+    Callers restore the generator of the CPU by `torch.random.fork_rng`.
     """
     if device.type in ("cpu", "meta"):
         return None
@@ -37,7 +37,8 @@ def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
 def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set[type[nn.Module]], set[torch.dtype]]]:
     """Within this context, two sets are filled: classes of modules that draw random numbers, and dtypes of outputs.
 
-    A draw is attributed to the innermost module that is running, with its forward hooks. The dtypes are those in which
+    A draw is attributed to the innermost module that is running. Draws of hooks on the forward of a module (the noise
+    of NEFTune) count as draws of the module. The dtypes are those in which
     the model computes. The weights may have another dtype: accelerate runs fp32 weights under autocast.
     """
     drawing_classes: set[type[nn.Module]] = set()

@@ -1,8 +1,10 @@
 """Choose the first of equal values in `topk`, so that two runs choose the same values.
 
-An indexer gives many keys a score of exactly 0. Which of these keys `torch.topk` chooses depends on the width of the
-row, so a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity, because padding
-changes the choice. The comparisons of `check_isolation.py` and `training/first_step.py` use this context.
+In sparse attention (DeepSeek V3.2) an *indexer* scores the keys, and each query attends to the keys with the highest
+scores. The indexer gives many keys a score of exactly 0. Which of them `torch.topk` chooses depends on the number of
+tokens in the row. So a document in a pack may attend to other keys than the same document alone. Unpacked training has
+the same ambiguity, because padding changes the choice. The comparisons of `check_isolation.py` and
+`training/first_step.py` use this context.
 """
 
 from typing import Any

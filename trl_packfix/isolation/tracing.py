@@ -280,7 +280,7 @@ def _record_values(
 
 def _row_length(probe: Probe, document: Any) -> int:
     """Return the number of tokens of a document alone, with the padding that the model needs."""
-    return probe.make_row(document)["input_ids"].shape[1]
+    return probe.make_unpacked_batch(document)["input_ids"].shape[1]
 
 
 def _num_tokens(documents: Documents) -> int:

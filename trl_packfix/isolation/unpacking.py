@@ -1,9 +1,10 @@
-"""Train models that cannot be packed: the documents of a pack run as rows of right-padded batches, below the head.
+"""Train models that cannot be packed: hooks on the backbone run the documents of a pack as right-padded batches.
 
-A pack comes in through hooks on the backbone, and states in the form of the pack go out to the head and the loss. So
-everything else is as in packed training. In a causal model padding at the end cannot change earlier tokens, so each
-document is computed as it is alone. The cost is the padding. `packed_model.py` installs these hooks on a model that
-leaks, if `on_leak` allows it. `features/pack_forward/` does the reverse.
+The *backbone* is the model without its LM head. The hooks get a pack, and return states in the form of the pack to the
+head and the loss. So everything else is as in packed training. In a causal model padding at the end cannot change
+earlier tokens, so each document is computed as it is alone. The cost is the padding. `packed_model.py` installs these
+hooks on a model that *leaks*, in which documents of a pack change each other, if `on_leak` allows it.
+`features/pack_forward/` does the reverse: it gives packs to the backbone of a model that gets padded batches.
 
 *Boundaries* (`cu_seq_lens_q`) say where the documents of a pack begin. `DocumentRows` (`attention/rows.py`) has the
 documents as rows of `padded_batches`, and joins tensors of the batches to a tensor of the pack.
@@ -21,7 +22,7 @@ from transformers.utils import ModelOutput
 from ..attention.models import backbone, base_model
 from ..attention.packed_forward import BOUNDARIES, undivided_budget
 from ..attention.rows import DocumentRows, PaddedBatch, TensorAxes
-from .repair import AroundCall, AroundCalls, is_sharded
+from .repair import LOGIT_AXES, AroundCall, AroundCalls, is_sharded
 
 # Arguments of the backbone for a pack that it does not get for rows, or gets in another form
 PACK_ARGUMENTS = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
@@ -34,15 +35,16 @@ NUM_PADDING_TOKENS = 1
 class UnpackedForward(AroundCalls):
     """Runs the backbone of `model` with each document of a pack as a separate row, while it is installed.
 
-    A forward without boundaries is unchanged. Documents of similar length share a call, with at most as many tokens,
-    padding included, as the pack has. If parameters are sharded (ZeRO-3, FSDP), all documents share one call, so that
-    all ranks gather the same parameters in the same order.
+    A forward without boundaries is unchanged. Documents of similar length share a call. Filled up to the longest
+    document, they have at most as many tokens as the pack. (Each row then gets `NUM_PADDING_TOKENS` more.) If
+    parameters are sharded (ZeRO-3, FSDP), all documents share one call, so that all ranks gather the same parameters in
+    the same order.
     """
 
     def __init__(self, model: nn.Module):
         self.model = base_model(model)
         super().__init__(backbone(self.model))
-        self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that runs
+        self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
 
     def _register(self) -> list[RemovableHandle]:
         # Many models do not pass boundaries on to their backbone, so a hook on the whole model notes them.
@@ -65,13 +67,16 @@ class UnpackedForward(AroundCalls):
             boundaries = self._boundaries[-1]
         if boundaries is None:
             return
-        # 1. Find the tokens, or the embeddings. Image-text models compute these before the backbone.
+        # 1. Find the tokens, or the embeddings. Image-text models compute embeddings before the backbone. The only
+        #    positional argument of a backbone is `input_ids`.
         name = "input_ids" if args or kwargs.get("input_ids") is not None else "inputs_embeds"
         tokens = args[0] if args else kwargs[name]
         row_arguments = {key: value for key, value in kwargs.items() if key not in PACK_ARGUMENTS}
-        # 2. Divide the documents into batches. Tests put all into one batch, whatever the budget (`undivided_budget`).
-        budget = inf if is_sharded(module) else tokens.shape[1]  # most padded tokens of a batch
-        lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents only pad their number
+        # 2. Divide the documents into batches. While the leak probe tests the model, `undivided_budget` makes one batch
+        #    of all documents, so that documents of any two lengths are tested in one batch.
+        budget = inf if is_sharded(module) else tokens.shape[1]  # most tokens of a batch, filled up to its longest row
+        # Collators may add empty documents, so that all packs have the same number of boundaries.
+        lengths = [length for length in boundaries.diff().tolist() if length]
         documents = DocumentRows(lengths, tokens.device, undivided_budget(budget), padding=NUM_PADDING_TOKENS)
 
         def inputs_of(batch: PaddedBatch) -> dict[str, Any]:
@@ -79,7 +84,8 @@ class UnpackedForward(AroundCalls):
             mask = torch.arange(batch.longest, device=tokens.device) < sizes[:, None]
             return {**row_arguments, name: batch.split(tokens, TOKEN_AXES), "attention_mask": mask.long()}
 
-        # 3. Run the first batch as the call that is under way, with arguments by name, and all others in addition.
+        # 3. Run the first batch as the call that is under way: this generator yields its arguments (positional, by
+        #    name) and gets its output (`AroundCalls`). Run all others by `forward`, so that no hook runs a second time.
         first_output = yield (), inputs_of(documents.padded_batches[0])
         outputs = [first_output]
         outputs += [module.forward(**inputs_of(batch)) for batch in documents.padded_batches[1:]]
@@ -87,7 +93,7 @@ class UnpackedForward(AroundCalls):
         yield join_outputs(
             outputs,
             join_states=lambda values: documents.join(values, TOKEN_AXES),
-            join_router_logits=lambda values: documents.join(values, TensorAxes((0,), 0)),
+            join_router_logits=lambda values: documents.join(values, LOGIT_AXES),
         )
 
 
@@ -98,7 +104,8 @@ def join_outputs(
 ) -> BackboneOutput:
     """Join the outputs of a backbone for batches of documents to its output for the pack.
 
-    It is the first output, with the joined states of all outputs and the joined router logits of each layer.
+    It is the first output, with the joined states of all outputs and the joined router logits of each layer. Other
+    values in it stay those of the first batch; the head and the loss do not read them.
 
     Args:
         join_states: joins last hidden states, (rows, tokens, hidden) of each batch.

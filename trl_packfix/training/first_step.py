@@ -378,10 +378,10 @@ class FirstStep:
         if is_text(documents[0]):
             tokens = [to_int64(document["input_ids"]) for document in documents]
             # The unpacked batch of the documents, on the device, padded if the model needs padding
-            row = self._probe.make_row(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
+            row = self._probe.make_unpacked_batch(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
         else:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
-            row = self._probe.make_row(without_weight)
+            row = self._probe.make_unpacked_batch(without_weight)
         # `check_fused_head` has warned where the fused LM head differs from the model's own LM head. The packed loss is
         # computed by the fused LM head, unless labels are smoothed, so the reference is computed by it, too
         smoother = trainer.label_smoother

@@ -97,7 +97,7 @@ class ImageProbe(Probe):
             return dict(document)
         return document.values if isinstance(document, ImageDocument) else self.images.join_content([document])
 
-    def make_row(self, ids: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
+    def make_unpacked_batch(self, ids: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch of one document, as in unpacked training."""
         return self.move_batch(self.images.unpacked_batch(self._values(ids)))
 
