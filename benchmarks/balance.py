@@ -79,7 +79,7 @@ def draw(name: str, num: int, real: dict[str, np.ndarray], seed: int = 0) -> np.
 
 def as_closed(lengths: np.ndarray, capacity: int) -> PackPlan:
     """Packs of `stream` in the order in which they are closed. One that is not full is the last, in no whole step."""
-    return plan_stream(lengths, np.random.default_rng([0, 0]).permutation(len(lengths)), capacity)
+    return plan_stream(lengths, capacity, order=np.random.default_rng([0, 0]).permutation(len(lengths)))
 
 
 def modelled(name: str, capacity: int, world_size: int, accumulation: int, real: dict[str, np.ndarray]) -> Row:

@@ -65,7 +65,7 @@ def ours(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
         if method == "stream":
             place = np.empty(len(order), dtype=np.int64)
             place[order] = np.arange(len(order))
-            closed = plan_stream(lengths, order, capacity).order
+            closed = plan_stream(lengths, capacity, order=order).order
             row["moved_p99"] = float(np.percentile(np.abs(place[closed] - np.arange(len(order))), 99))
         else:
             row["loop_s"] = cpu_seconds(lambda: best_fit_of_histogram(np.bincount(lengths), capacity), repeats)[0]

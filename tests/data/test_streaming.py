@@ -83,7 +83,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
 def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
     lengths = drawn(700)
     stream = make_stream(numbered(lengths).to_iterable_dataset(), batch_size=5, max_length=40, buffer_size=buffer_size)
-    plan = plan_stream(lengths, np.arange(700), 200, buffer_size=buffer_size)
+    plan = plan_stream(lengths, 200, order=np.arange(700), buffer_size=buffer_size)
     packs = [plan.order[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
     assert [*map(numbers, one_pass(stream))] == packs
 

@@ -29,7 +29,7 @@ def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
 def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LLAMA_7B, drop_last=False):
     """Return the schedules of one plan by (balance, synchronisation)."""
     order = np.random.default_rng([0, 0]).permutation(len(lengths))
-    plan = plan_stream(lengths, order, capacity)  # a pack that is not full is the last, in no whole step
+    plan = plan_stream(lengths, capacity, order=order)  # a pack that is not full is the last, in no whole step
     schedules_found = {}
     slots = accumulation * world_size
     steps = plan.num_packs // slots if drop_last else -(-plan.num_packs // slots)
@@ -129,8 +129,8 @@ def test_slots_of_packs_that_ranks_share_by_hand():
     assert first == [[0, 1], [2], [4, 5], [6]]
     assert second == [[0, 1], [3], [4, 5], [NO_DOCUMENTS]]
     assert NO_DOCUMENTS < 0, "documents are numbered from 0"
-    assert list(schedule.parts_of_rank(0)) == [(2, 0), (1, 0), (2, 0), (1, 0)]
-    assert list(schedule.parts_of_rank(1)) == [(2, 1), (1, 0), (2, 1), (1, 0)]
+    assert list(schedule.groups_of_rank(0)) == [(2, 0), (1, 0), (2, 0), (1, 0)]
+    assert list(schedule.groups_of_rank(1)) == [(2, 1), (1, 0), (2, 1), (1, 0)]
     assert schedule.num_steps == 2
     assert [schedule.step_documents(step).tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6]]
     costs = np.array([4.0, 2, 1, 3, 2, 2, 2])

@@ -77,7 +77,7 @@ def documents_of(planner, step):
     first = inside * planner.packing.accumulation
     for rank in range(planner.packing.world_size):
         batches = list(schedule.micro_batches(rank))[first : first + planner.packing.accumulation]
-        rank_parts = list(schedule.parts_of_rank(rank))[first : first + planner.packing.accumulation]
+        rank_parts = list(schedule.groups_of_rank(rank))[first : first + planner.packing.accumulation]
         for batch, (_, index) in zip(batches, rank_parts, strict=True):
             rows += [i for i in batch.tolist() if i != NO_DOCUMENTS and not index]
     return epoch, rows

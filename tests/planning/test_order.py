@@ -89,7 +89,7 @@ def test_packs_of_a_table_of_any_size_are_in_random_order(num):
         lengths = lengths_of(num, seed)
         capacity = (1 + seed % 4) * LONGEST
         planned.add(means_of_packs(plan_packs(lengths, capacity, seed=seed)))
-        closed.add(means_of_packs(plan_stream(lengths, np.random.default_rng(seed).permutation(num), capacity)))
+        closed.add(means_of_packs(plan_stream(lengths, capacity, order=np.random.default_rng(seed).permutation(num))))
     assert planned.problems == set()
     assert closed.problems, "packs are closed in random order, so this test would not see an order of lengths"
 

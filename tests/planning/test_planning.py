@@ -89,11 +89,11 @@ def by_length(plan: PackPlan, lengths) -> list[tuple[int, ...]]:
 def test_bfd_equals_item_by_item(case):
     lengths, capacity = case
     reference = sorted(tuple(pack) for pack in best_fit_decreasing_by_item(lengths, capacity))
-    plan = plan_bfd(lengths, capacity, None)
+    plan = plan_bfd(lengths, capacity)
     check(plan, lengths, capacity)
     assert by_length(plan, lengths) == reference
     assert [min(pack) for pack in packs_of(plan)] == sorted(min(pack) for pack in packs_of(plan))
-    shuffled = plan_bfd(lengths, capacity, np.random.default_rng(0))
+    shuffled = plan_bfd(lengths, capacity, rng=np.random.default_rng(0))
     check(shuffled, lengths, capacity)
     assert by_length(shuffled, lengths) == reference
 
@@ -102,14 +102,14 @@ def test_bfd_equals_item_by_item(case):
 def test_bfd_equals_item_by_item_on_thousands(capacity, median, sigma):
     lengths = lognormal(capacity, median, sigma, 2000)
     reference = sorted(tuple(pack) for pack in best_fit_decreasing_by_item(lengths.tolist(), capacity))
-    assert by_length(plan_bfd(lengths, capacity, None), lengths.tolist()) == reference
+    assert by_length(plan_bfd(lengths, capacity), lengths.tolist()) == reference
     assert max(map(len, reference)) > 2
     assert capacity < 2**16 or lengths.max() >= 2**15
 
 
 def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
     for lengths, exchanged in (([5] * 40 + [3] * 40, True), (range(30, 60), False)):
-        first, second = (packs_of(plan_bfd(lengths, 60, np.random.default_rng(seed))) for seed in (0, 1))
+        first, second = (packs_of(plan_bfd(lengths, 60, rng=np.random.default_rng(seed))) for seed in (0, 1))
         assert first != second
         assert ({frozenset(pack) for pack in first} != {frozenset(pack) for pack in second}) == exchanged
 
@@ -124,7 +124,7 @@ def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
 )
 def test_stream_packs_the_last_buffer_by_the_best_of_three(lengths, capacity, packs):
     order = np.arange(len(lengths))
-    plan = plan_stream(lengths, order, capacity)
+    plan = plan_stream(lengths, capacity, order=order)
     check(plan, lengths, capacity)
     assert plan.num_packs == packs
     check_oldest_first(plan, order, len(lengths), every_pack=True)
@@ -145,7 +145,7 @@ def test_stream_places_the_oldest_next_and_only_buffered_documents(case, buffer_
     lengths, capacity = case  # at least four documents per pack: the window of `buffer_size` is never widened
     order = np.random.default_rng(0).permutation(len(lengths))
     check_oldest_first(
-        plan_stream(lengths, order, capacity, buffer_size=buffer_size), order, buffer_size, every_pack=True
+        plan_stream(lengths, capacity, order=order, buffer_size=buffer_size), order, buffer_size, every_pack=True
     )
 
 
@@ -154,7 +154,7 @@ def test_stream_places_the_oldest_next_and_only_buffered_documents(case, buffer_
 def test_stream_window_is_bounded_for_large_documents(case, buffer_size):
     lengths, capacity = case
     order = np.random.default_rng(0).permutation(len(lengths))
-    plan = plan_stream(lengths, order, capacity, buffer_size=buffer_size)
+    plan = plan_stream(lengths, capacity, order=order, buffer_size=buffer_size)
     check(plan, lengths, capacity)
     check_oldest_first(plan, order, LOOK_AHEAD * buffer_size, every_pack=False)
 
@@ -162,7 +162,7 @@ def test_stream_window_is_bounded_for_large_documents(case, buffer_size):
 def test_stream_displaces_documents_by_less_than_two_buffers():
     lengths = lognormal(2048, 205, 1.0, 20_000)
     order = np.random.default_rng(1).permutation(len(lengths))
-    plan = plan_stream(lengths, order, 2048, buffer_size=500)
+    plan = plan_stream(lengths, 2048, order=order, buffer_size=500)
     moved = displacement(plan, order)
     in_order = zip(*(np.array_split(lengths[indices], 4) for indices in (plan.order, order)), strict=True)
     assert max(abs(got.mean() / as_given.mean() - 1) for got, as_given in in_order) < 0.02, (
@@ -175,12 +175,12 @@ def test_stream_displaces_documents_by_less_than_two_buffers():
 def test_stream_widens_the_window_where_documents_are_large():
     lengths = np.random.default_rng(0).integers(400, 1640, 20_000)
     order = np.random.default_rng(1).permutation(len(lengths))
-    plan = plan_stream(lengths, order, 2048, buffer_size=100)
+    plan = plan_stream(lengths, 2048, order=order, buffer_size=100)
     check(plan, lengths, 2048)
     moved = displacement(plan, order)
     assert moved.max() > 5 * 100  # or this test would not see the wide window
     assert moved.max() < 2 * LOOK_AHEAD * 100
-    assert plan.num_packs <= 1.005 * plan_bfd(lengths, 2048, None).num_packs
+    assert plan.num_packs <= 1.005 * plan_bfd(lengths, 2048).num_packs
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_stream_needs_hardly_more_packs_than_the_bound(capacity, lengths, at_lea
 )
 def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
     packs = list(StreamPacker(lengths.tolist(), 2048, 1000, longest=2048))
-    plan = plan_bfd(lengths, 2048, None)
+    plan = plan_bfd(lengths, 2048)
     assert len(packs) <= 1.004 * plan.num_packs
     assert lengths.sum() > 0.985 * 2048 * len(packs)
     for num in (1, 2000, len(packs) - 400):  # a restart knows the documents that wait, in their order
@@ -237,16 +237,16 @@ def bound_by_definition(lengths: list[int], capacity: int) -> int:
 @given(documents())
 def test_lower_bound_is_l2(case):
     lengths, capacity = case
-    assert plan_bfd(lengths, capacity, None).lower_bound == bound_by_definition(lengths, capacity)
+    assert plan_bfd(lengths, capacity).lower_bound == bound_by_definition(lengths, capacity)
 
 
 def test_the_numbers_of_a_plan_by_hand():
-    plan = plan_bfd([5, 3, 4, 4, 2], 7, None)  # 5 and 2, 4 and 3, 4
+    plan = plan_bfd([5, 3, 4, 4, 2], 7)  # 5 and 2, 4 and 3, 4
     assert plan.num_packs == 3
     assert plan.efficiency == 18 / 21
     assert plan.lower_bound == 3
-    assert plan_bfd([5, 5, 5], 8, None).lower_bound == 3, "no two of them fit"
-    nothing = plan_bfd([], 7, None)
+    assert plan_bfd([5, 5, 5], 8).lower_bound == 3, "no two of them fit"
+    nothing = plan_bfd([], 7)
     assert nothing.num_packs == 0
     assert nothing.efficiency == 1
     assert nothing.lower_bound == 0

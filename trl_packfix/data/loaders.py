@@ -114,7 +114,7 @@ class PackedBatchSampler:
     def __iter__(self) -> Iterator[RankShare]:
         schedule = self.planner.schedule(self.epoch)
         micro_batches = schedule.micro_batches(self.rank)
-        for indices, (degree, index) in zip(micro_batches, schedule.parts_of_rank(self.rank), strict=True):
+        for indices, (degree, index) in zip(micro_batches, schedule.groups_of_rank(self.rank), strict=True):
             yield RankShare(indices.tolist(), Group(degree, index))
 
 

@@ -304,7 +304,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         dummy = dummy_document(self.pad_token_id)
         rank = self.rank % self.ranks_reading
         micro_batches = []
-        for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True):
+        for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.groups_of_rank(rank), strict=True):
             micro_batch = (dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist())
             micro_batches.append(RankShare(micro_batch, Group(degree, index)))
         return micro_batches

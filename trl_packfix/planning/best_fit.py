@@ -18,14 +18,14 @@ from .arrays import Int64Array
 
 Packs = tuple[Int64Array, Int64Array]
 EqualPacks = tuple[int, int, int]
-"""Packs with consecutive numbers and documents of equal lengths: (first pack, number of packs, documents per pack)."""
+"""Packs with consecutive numbers and equal lengths of documents: (first pack, number of packs, documents in each)."""
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
     """Pack documents by best-fit decreasing.
 
     Args:
-        lengths: tokens of each document, shape (N,).
+        lengths: tokens of each document, at least 1, shape (N,).
         capacity: most tokens of a pack, at least the longest length.
         rng: draws the order of the packs, and exchanges documents of equal length. Without it, packs are in the order
             in which they are opened.
@@ -43,22 +43,24 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     else:
         shuffled = rng.permutation(len(lengths))
         by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
-    # 2. Pack lengths. Each row of the result sends `per_pack` documents to each of `num_packs` packs from `first_pack`
-    # on, behind the `filled` documents that these packs have already. Documents are used up row after row.
+    # 2. Pack lengths. Each *assignment* sends `per_pack` documents to each of `num_packs` packs from `first_pack` on,
+    # behind the `filled` documents that these packs have already. Documents are used up one assignment after the other.
     first_pack, num_packs, per_pack, filled = best_fit_of_histogram(np.bincount(lengths), capacity).T
-    # 3. Compute the pack of each document, and its index among the documents of its row in this pack.
-    row_documents = num_packs * per_pack
-    index = np.arange(len(lengths)) - np.repeat(np.cumsum(row_documents) - row_documents, row_documents)
-    per_pack = np.repeat(per_pack, row_documents)
+    # 3. Compute the pack of each document. `index` is first the number of the document in its assignment, and
+    # then in its pack among the documents of this assignment. It is changed in place, because it is a large array.
+    num_assigned = num_packs * per_pack
+    index = np.arange(len(lengths)) - np.repeat(np.cumsum(num_assigned) - num_assigned, num_assigned)
+    per_pack = np.repeat(per_pack, num_assigned)
     pack = index // per_pack
     index -= pack * per_pack
     del per_pack  # large arrays are freed early
-    pack += np.repeat(first_pack, row_documents)
+    pack += np.repeat(first_pack, num_assigned)
     if rng is not None:
         pack = rng.permutation(int((first_pack + num_packs).max()))[pack]
-    # 4. Turn the index inside the row into the index in `members`, and put the documents there.
+    # 4. Turn `index` into the index in `members`: behind the earlier documents of the pack, and behind earlier packs.
+    # Put the documents there.
     sizes = np.bincount(pack)
-    index += np.repeat(filled, row_documents)
+    index += np.repeat(filled, num_assigned)
     index += (np.cumsum(sizes) - sizes)[pack]
     del pack
     members = np.empty_like(by_length)
@@ -78,22 +80,24 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
     tokens of space) and opens a third pack; of the twos, one goes behind each five.
 
     Args:
-        counts: number of documents of each length, from length 0 on.
+        counts: number of documents of each length, from length 0 on, which no document has.
         capacity: most tokens of a pack.
 
     Returns:
-        Rows (first_pack, num_packs, per_pack, filled), longest documents first: `per_pack` documents of a length go to
-        each of `num_packs` packs from `first_pack` on, behind the `filled` documents that these packs have already.
+        Rows (first_pack, num_packs, per_pack, filled), longest documents first. Each row is an assignment: `per_pack`
+        documents of one length go to each of `num_packs` packs from `first_pack` on, behind the `filled` documents that
+        these packs have already.
 
     >>> best_fit_of_histogram(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
     [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
-    rows: list[tuple[int, int, int, int]] = []
+    assignments: list[tuple[int, int, int, int]] = []
     packs_by_space: dict[int, deque[EqualPacks]] = {}  # by the space of each pack
     spaces: list[int] = []  # keys of `packs_by_space`, ascending
     num_opened = 0
 
     def packs_with(space: int) -> deque[EqualPacks]:
+        """Return the packs with this space, to which the caller adds some."""
         if space not in packs_by_space:
             packs_by_space[space] = deque()
             insort(spaces, space)
@@ -106,7 +110,7 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
             tightest = bisect_left(spaces, length)
             if tightest < len(spaces):
                 space = spaces[tightest]
-                first, num, filled = packs_by_space[space].popleft()
+                first, num, filled = packs_by_space[space].popleft()  # `filled`: documents in each of them now
                 if not packs_by_space[space]:
                     del packs_by_space[space], spaces[tightest]
             else:
@@ -115,22 +119,22 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
                 num = -(-num_remaining // (capacity // length))
                 filled = 0
                 num_opened += num
-            # 2. Fill as many packs as possible, each with the most documents that fit, and the next pack with the last
-            # documents, if there are too few to fill it.
+            # 2. Fill as many packs as possible, each with the most documents that fit. If documents are left then, but
+            # too few to fill another one of these packs, they go into the next pack.
             most_per_pack = space // length
             num_full = min(num, num_remaining // most_per_pack)
             in_last = num_remaining - num_full * most_per_pack if num_full < num else 0
             for first_pack, num_packs, per_pack in ((first, num_full, most_per_pack), (first + num_full, 1, in_last)):
                 if num_packs and per_pack:
-                    rows.append((first_pack, num_packs, per_pack, filled))
+                    assignments.append((first_pack, num_packs, per_pack, filled))
                     if space > per_pack * length:
                         packs_with(space - per_pack * length).append((first_pack, num_packs, filled + per_pack))
             num_used = num_full + (in_last > 0)
             num_remaining -= num_full * most_per_pack + in_last
-            # 3. Packs that got no document stay ahead of later packs with the same space.
+            # 3. Put packs that got no document back to the front: they got this space before all others that have it.
             if num_used < num:
                 packs_with(space).appendleft((first + num_used, num - num_used, filled))
-    return np.array(rows, dtype=np.int64)
+    return np.array(assignments, dtype=np.int64)
 
 
 def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> Packs:

@@ -6,22 +6,22 @@ attention, or the scan of a recurrent layer, the ranks of a group exchange token
 Ulysses, arXiv 2309.14509), which takes time. So short documents should have a degree of 1. A long document should have
 a high degree, so that its group ends as early as the other groups, which wait for it.
 
-`Packing.schedule` calls `schedule_groups` with a plan of packs; out comes the schedule of an epoch. A *micro-step* is
-the micro-batches of the same number on all ranks. A *unit* is a document, or a family of documents planned as one. Its
-*rows* are its tokens; a token that documents of a family share is one row.
+`Packing.schedule` calls `schedule_groups`, which makes the schedule of an epoch from a plan of packs. A *micro-step* is
+the micro-batches that all ranks compute at the same time. A *unit* is a document, or a family of documents planned as
+one. Its *rows* are its tokens; a token that documents of a family share is one row.
 
 An optimizer step keeps its units, whatever the degrees. `UndividedStep.divide` deals them to micro-steps in the faster
 of two ways. In the first, all micro-steps have one degree, the best by the model. In the second, the units are sorted,
 longest first, and cut into two halves with about as many tokens. Each half gets its share of the micro-steps, and is
 divided in the same two ways. So the longest documents may have a degree of their own, and no step is slower, by the
-model, than with the best single degree. Only ratios of the speeds decide.
+model, than with the best single degree. If computing, links and latencies were all twice as fast, the choice would be
+the same.
 
 Letters: G micro-steps of a step, W ranks, C tokens per rank, S the smallest degree that holds a document of
 `max_length`.
 """
 
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import numpy as np
 
@@ -69,14 +69,15 @@ class GroupTimes:
         num_layers = 0
         for kind in self.cost_model.attention:  # attention layers with equal heads
             num_layers += kind.layers
-            # Per query head a query and an output, and per key head a key and a value
+            # Each query head has a query (`key_dim` numbers) and an output (`value_dim` numbers), and each key head has
+            # a key and a value of the same sizes
             num_heads = kind.heads + max(kind.kv_heads, degree)
             num_values += kind.layers * num_heads * (kind.key_dim + kind.value_dim)
         for scan in self.cost_model.mixers:
             num_layers += scan.layers
             # `per_head` and `per_kv_head`: numbers that are exchanged for one token and one value head or key head
             num_values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
-        passes = speeds.exchanging_passes  # forward, recomputed forward and backward exchange, so 3
+        passes = speeds.exchanging_passes  # 3: the forward, the recomputed forward and the backward pass
         per_token = num_values * speeds.bytes_per_value * passes * seconds_per_byte
         return per_token, 2 * passes * num_layers * latency  # a layer exchanges twice, before and after
 
@@ -89,7 +90,8 @@ class GroupTimes:
             degree: number of ranks in a group.
         """
         per_token, latency = self.exchange_seconds(degree)
-        # A training step has the FLOPs of `passes` forward passes: of 4, because backward has the FLOPs of two
+        # A training step has the FLOPs of 4 forward passes (`passes`): one for each of the two forward passes, and two
+        # for the backward pass
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + latency
 
 
@@ -131,16 +133,15 @@ def schedule_groups(
     planned_bins = replace(bins, world_size=bins.world_size // parallel.smallest)  # one slot for each group of S ranks
     planned_steps = packs_of_steps(plan, units.rows, num_steps, bins=planned_bins)
     steps = [divide_step(packs, units, bins, parallel=parallel) for packs in planned_steps]
-    degrees = [degree for step in steps for degree in step.degrees]
+    degrees = np.array([degree for step in steps for degree in step.degrees], np.int64)
     packs = [pack for step in steps for pack in step.packs]
     # A pack is in the slot of the first rank of its group; the slots of the other ranks are empty.
-    sizes = np.zeros((len(degrees), bins.world_size), np.int64)
-    pack_sizes = iter(map(len, packs))
-    for slot_sizes, degree in zip(sizes, degrees, strict=True):
-        slot_sizes[::degree] = list(islice(pack_sizes, bins.world_size // degree))
+    degree_of_pack = np.repeat(degrees, bins.world_size // degrees)
+    sizes = np.zeros(len(degrees) * bins.world_size, np.int64)
+    sizes[np.cumsum(degree_of_pack) - degree_of_pack] = [len(pack) for pack in packs]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     order = np.concatenate([np.zeros(0, np.int64), *packs])
-    return Schedule(order, offsets, bins.accumulation, bins.world_size, degrees=np.array(degrees))
+    return Schedule(order, offsets, bins.accumulation, bins.world_size, degrees=degrees)
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:
@@ -155,15 +156,13 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     step = UndividedStep(np.concatenate(packs), units, bins, parallel=parallel)
     degree = parallel.smallest
     accumulation = bins.accumulation
+    # Every group computes a pack in every micro-step, so empty packs follow
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
-    if bins.balance == "none":
+    if bins.balance == "none":  # the packs are trained as they are planned
         return step.make_division(packs, degree)
     fastest = step.divide(step.members, accumulation)
-    # The planned packs, for groups of S ranks, always fit. There are three cases:
-    # - No division was found, so the planned packs are taken.
-    # - A division was found, but none with all micro-steps of degree S, although the planned packs are one. So they are
-    #   tried, too, and taken if they are faster.
-    # - A division with degree S was found. It was compared before, so the planned packs are not tried.
+    # The planned packs are a division with degree S, which always fits. If `step` finds a division with degree S by
+    # itself, it has compared it with the others. Otherwise compare the planned packs, balanced.
     if fastest is None or step.unbalanced_packs(step.members, degree, accumulation) is None:
         planned = step.make_division(step.balance(packs, degree, accumulation), degree)
         if fastest is None or planned.seconds < fastest.seconds:
@@ -175,7 +174,8 @@ class UndividedStep:
     """The units of one optimizer step, longest first, and the ways to divide them among groups of ranks.
 
     The methods get `members`: the numbers of all units of the step, or of some of them in the same order. A method
-    returns None if it does not find how these units fit into packs. Units of equal length are sorted dearest first.
+    returns None if it does not find how these units fit into packs. Of units of equal length, the most costly come
+    first.
 
     Args:
         members: numbers of the units of the step.
@@ -194,7 +194,8 @@ class UndividedStep:
     def divide(self, members: Int64Array, num_micro_steps: int) -> DividedStep | None:
         """Divide units among `num_micro_steps` micro-steps, with one degree or in halves.
 
-        The longer units go to the first half of the micro-steps, and have about half of the tokens.
+        In halves, the longer units go to the first half of the micro-steps. They have about the share of the tokens
+        that these micro-steps are of all.
         """
         in_halves = None
         if num_micro_steps > 1 and len(members):
@@ -215,14 +216,18 @@ class UndividedStep:
 
         Degrees are tried in the order of a lower bound of their time, until none can take less than the best one.
 
+        Args:
+            members: numbers of the units.
+            num_micro_steps: number of micro-steps.
+            best: a division of the same units with several degrees, to compare with; None if there is none.
+
         Returns:
             The fastest division with one degree, or `best` if that takes no more time; None if there is neither.
         """
-        if not len(members):
-            # Without units, all degrees are equally good, and every group gets an empty pack.
+        if not len(members):  # every group gets an empty pack, and all degrees are equally good
             degree = self.parallel.degrees[0]
             num_groups = self.bins.world_size // degree * num_micro_steps
-            return best or self.make_division([members] * num_groups, degree)
+            return self.make_division([members] * num_groups, degree)
         bounds = sorted((self._lower_bound(members, degree), degree) for degree in self.parallel.degrees)
         for bound, degree in bounds:
             if best is not None and bound >= best.seconds:
@@ -236,8 +241,9 @@ class UndividedStep:
         """Return a lower bound, in seconds, of the modelled time of every division of these units with this degree."""
         rows = self.units.rows[members]
         costs = self.units.costs(degree)[members]  # FLOPs on all ranks of a group together
-        # No division takes less time than all units on one group would, divided by the W / degree groups of a
-        # micro-step. And none takes less time than the unit that takes most.
+        # Summed over groups, every division takes at least the time of one group that has all units: the FLOPs and
+        # tokens are the same, and each group has the latency. W / degree groups work at the same time, which divides
+        # this time. And no division takes less time than its slowest unit.
         on_one_group = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)
         slowest_unit = self.times.seconds(costs, rows, degree).max()
         return float(max(on_one_group[0] * degree / self.bins.world_size, slowest_unit))
@@ -260,7 +266,8 @@ class UndividedStep:
         if rows[0] > bins.capacity or rows.sum() > bins.num_slots * bins.capacity:
             return None
         costs = self.units.costs(degree)[members]
-        # First way: each unit into the cheapest pack with room. A unit that fits nowhere makes one too full
+        # First way: each unit into the pack of least cost that has room. A unit that fits nowhere goes into a pack
+        # without room for it, and then the second way is tried
         packs = [members[pack] for pack in least_loaded(rows, costs, bins.num_slots, capacity=bins.capacity)]
         if bins.fits(packs, self.units):  # no pack is above the capacity
             return packs
@@ -310,6 +317,7 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
         costs = schedule.slot_sums(units.costs(degree))[micro_steps][:, first_ranks]
         tokens = slot_tokens[micro_steps][:, first_ranks]
         seconds[micro_steps] = times.seconds(costs, tokens, degree).max(axis=1)
-        # Groups have equal numbers of ranks, so the mean over groups is the mean over ranks.
+        # A group with tokens but without FLOPs takes only the time of its exchanges, with their latency. Groups have
+        # equal numbers of ranks, so the mean over groups is the mean over ranks.
         exchange[micro_steps] = times.seconds(np.zeros_like(tokens, dtype=np.float64), tokens, degree).mean(axis=1)
     return seconds, exchange

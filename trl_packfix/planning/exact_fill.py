@@ -22,10 +22,13 @@ from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # a search skips at most so many documents that are too long, which bounds the work for a pack
-# See `StreamPacker` for the next two.
-FILL_FROM = 3  # largest gap for which an exact fill is searched / mean length of the waiting documents
-ENOUGH_FILLERS = 2  # tokens of waiting short documents / tokens that fit beside the long ones; below, they are scarce
-MAX_REMEMBERED = 1 << 16  # positions of placed documents that stay in memory, which bounds it for an endless stream
+# An exact fill is searched once the gap is at most this many times the mean length of the waiting documents
+FILL_FROM = 3
+# Short documents are scarce if all waiting ones together have fewer tokens than this many times the tokens that fit
+# beside the waiting long ones. `StreamPacker` explains what follows
+ENOUGH_FILLERS = 2
+# Largest number of placed documents that are remembered, so that the memory for an endless stream is bounded
+MAX_REMEMBERED = 1 << 16
 
 
 class WaitingDocuments:
@@ -96,7 +99,9 @@ class WaitingDocuments:
         high = min(gap - 1, longest)
         if low > high:
             return ()
-        mirrored_start = self.longest - gap  # mirrored[mirrored_start + l] is present[gap - l]
+        # mirrored[mirrored_start + l] is present[gap - l]. `mirrored_start` may be below 0, but `mirrored_start + low`
+        # is not, because `low` is at most `self.longest`.
+        mirrored_start = self.longest - gap
         partners = self.backward[mirrored_start + low : mirrored_start + high + 1]
         has_pair = (self.forward[low : high + 1] & partners).tobytes()
         offset = has_pair.find(1)
@@ -172,8 +177,8 @@ class StreamPacker:
     A pack begins with the oldest waiting document, takes the next oldest ones that fit, and is closed by an exact fill.
 
     An exact fill is searched only once the gap is at most `FILL_FROM` times the mean length of the waiting documents.
-    Most larger gaps have an exact fill of two long documents. With it, long documents would be trained first, and short
-    ones last.
+    Most larger gaps have an exact fill of two long documents. If it were used, long documents would be trained first,
+    and short ones last.
 
     A document of more than half a pack needs shorter ones beside it. Where short documents are scarce, an exact fill
     would use two of them at once, and later packs would stay half empty. In that case each gap takes the longest
@@ -207,13 +212,14 @@ class StreamPacker:
         self.next_lengths = iter(self.arriving)
         self.ended = False
         self.buffer = WaitingDocuments(self.longest)
-        # `lengths` and `is_placed` hold the documents from position `first_position` on.
+        # `lengths` and `is_placed` hold the documents from position `first_position` on, at the same indices.
         self.lengths: list[int] = []
         self.is_placed = bytearray()
         self.first_position = 0
         self.num_bytes = 0  # bytes of the waiting documents
-        # A waiting document of at most half a pack adds its tokens, because it can fill the room beside a longer one. A
-        # longer document subtracts `ENOUGH_FILLERS` times the room beside it. Below 0, short documents are scarce.
+        # Below 0, short documents are scarce. A waiting document of at most half a pack counts with its tokens, because
+        # it can fill the room beside a longer one. A longer one counts with `ENOUGH_FILLERS` times the room beside it,
+        # negative.
         self.filler_surplus = 0
         self.members: list[int] = []  # positions in the open pack
 
@@ -287,7 +293,8 @@ class StreamPacker:
         max_gap = min(2 * longest, FILL_FROM * mean_length)  # two documents fill at most twice the longest
         # First the oldest documents that fit, until an exact fill is found.
         while index >= 0 and gap and not fill:
-            # This document is the oldest of its length: an older one would have fitted and been placed.
+            # `_place` takes the oldest document of this length, which is the one at `index`: the search for `index`
+            # has looked at all older ones, and skipped only those that are longer than the gap.
             gap -= self._place(self.lengths[index])
             if gap <= max_gap:
                 fill = buffer.exact_fill(gap, longest) if gap else ()
@@ -343,19 +350,19 @@ def pack_in_windows(arriving: Int64Array, capacity: int, window: int) -> Packs:
         num_arrived += num_new
         members, sizes = best_fit_decreasing(arriving[waiting], capacity)
         members, sizes = by_earliest(waiting[members], sizes)  # packs in the order of their oldest documents
-        if num_arrived < len(arriving):
-            starts = np.cumsum(sizes) - sizes
-            tokens = np.add.reduceat(arriving[members], starts)
-            # A pack is due if its oldest document has waited for two windows.
-            is_due = np.minimum.reduceat(members, starts) < num_arrived - 2 * window
-            # Packs that are due come first, then the fullest ones.
-            ranked = np.lexsort((-tokens, ~is_due))
-            num_packs_of_half = int(np.searchsorted(np.cumsum(sizes[ranked]), window / 2)) + 1
-            is_emitted = np.zeros(len(sizes), dtype=bool)
-            is_emitted[ranked[: max(num_packs_of_half, int(is_due.sum()))]] = True
-            waiting = np.sort(select_packs(members, sizes, np.flatnonzero(~is_emitted))[0])
-            members, sizes = select_packs(members, sizes, np.flatnonzero(is_emitted))
-        else:
-            waiting = waiting[:0]
+        starts = np.cumsum(sizes) - sizes
+        tokens = np.add.reduceat(arriving[members], starts)
+        # A pack is due if its oldest document has waited for two windows, or if no more documents arrive.
+        is_due = np.minimum.reduceat(members, starts) < num_arrived - 2 * window
+        if num_arrived == len(arriving):
+            is_due[:] = True
+        # Packs that are due come first, then the fullest ones. Emit so many that they have half a window of documents,
+        # and at least all that are due.
+        ranked = np.lexsort((-tokens, ~is_due))
+        num_packs_of_half = int(np.searchsorted(np.cumsum(sizes[ranked]), window / 2)) + 1
+        is_emitted = np.zeros(len(sizes), dtype=bool)
+        is_emitted[ranked[: max(num_packs_of_half, int(is_due.sum()))]] = True
+        waiting = np.sort(select_packs(members, sizes, np.flatnonzero(~is_emitted))[0])
+        members, sizes = select_packs(members, sizes, np.flatnonzero(is_emitted))
         emitted.append((members, sizes))
     return np.concatenate([members for members, _ in emitted]), np.concatenate([sizes for _, sizes in emitted])

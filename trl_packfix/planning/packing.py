@@ -14,11 +14,11 @@ optimizer step is scheduled by itself.
 
 Words: a *document* is one training example. A *unit* is what planning packs as one thing: a document, or documents that
 a feature packs together because they begin alike. A *pack* is a set of documents that pass through the model together;
-its *capacity* is the largest number of rows that it may hold. A *row* is a token of the packed tensor; it is counted
-once where documents share it as their common prefix. A *slot* is the place of one pack: one micro-batch of one
-optimizer step on one rank. `Bins` describes the slots of a step. With sequence parallelism a *group* of neighbouring
-ranks shares a pack; the number of ranks in a group is its *degree*. The *unpacked run* is the training that TRL would
-do with the same config and without packing.
+its *capacity* is the largest number of rows that it may hold. A *row* (here never a row of the dataset) is a token of a
+pack; where documents share it as their common prefix, it is one row. A *slot* is the place of one pack: one micro-batch
+of one optimizer step on one rank. `Bins` describes the slots of a step. With sequence parallelism a *group* of
+neighbouring ranks shares a pack; the number of ranks in a group is its *degree*. The *unpacked run* is the training
+that TRL would do with the same config and without packing.
 
 A new option of planning begins with a field of `Packing`, named as in `SFTConfig`. Letters: N documents, U units.
 """
@@ -70,15 +70,13 @@ class SettingInfo:
     decides_packs: bool = True
 
 
-def _metadata(**info: Any) -> dict[str, SettingInfo]:
-    """Return the metadata of a field of `Packing` from the values of its `SettingInfo`."""
-    return {"info": SettingInfo(**info)}
+# The metadata of a setting that only says how a step is dealt to slots
+_DEALING: dict[str, Any] = {"on_restart": OnRestart.CONTINUE, "decides_packs": False}
 
 
 def _info_of(setting: "Field[Any]") -> SettingInfo:
-    """Return the `SettingInfo` of a field of `Packing`; a field without one has the defaults."""
-    info: SettingInfo = setting.metadata.get("info", SettingInfo())
-    return info
+    """Return the `SettingInfo` of a field of `Packing`: its metadata, and the defaults."""
+    return SettingInfo(**setting.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,62 +88,60 @@ class Packing:
     """
 
     max_length: int  # most tokens of a document
-    # How the documents of a pack are chosen, a key of `STRATEGIES`. "stream" fills packs from a bounded buffer, and is
-    # the default for tables, too
-    strategy: Strategy = field(default="stream", metadata=_metadata(config_name="packing_strategy"))
+    # How the documents of a pack are chosen, a key of `STRATEGIES` (`strategies.py`). "stream" is a strategy for tables
+    # and for streams: it fills packs from a bounded buffer of documents
+    strategy: Strategy = field(default="stream", metadata={"config_name": "packing_strategy"})
     overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
 
     # The order of a table, and whether its last, incomplete step is dropped. A stream has its own order.
-    seed: int = field(default=0, metadata=_metadata(used_by_streams=False))
+    seed: int = field(default=0, metadata={"used_by_streams": False})
     # False visits the units in the order of the table
-    shuffle: bool = field(default=True, metadata=_metadata(used_by_streams=False))
+    shuffle: bool = field(default=True, metadata={"used_by_streams": False})
     drop_last: bool = field(
         default=False,
-        metadata=_metadata(config_name="dataloader_drop_last", used_by_streams=False, decides_packs=False),
+        metadata={"config_name": "dataloader_drop_last", "used_by_streams": False, "decides_packs": False},
     )
 
-    # The size of an optimizer step. `batch_size` counts the documents in a micro-batch of the unpacked run.
+    # The size of an optimizer step. If it changes, a restart can plan the documents that are not trained yet anew.
+    # `batch_size` counts the documents in a micro-batch of the unpacked run; packs depend on it by their capacity.
     batch_size: int = field(
-        default=1, metadata=_metadata(config_name="per_device_train_batch_size", on_restart=OnRestart.REPLAN)
+        default=1, metadata={"config_name": "per_device_train_batch_size", "on_restart": OnRestart.REPLAN}
     )
     accumulation: int = field(
         default=1,
-        metadata=_metadata(config_name="gradient_accumulation_steps", on_restart=OnRestart.REPLAN, decides_packs=False),
+        metadata={
+            "config_name": "gradient_accumulation_steps",
+            "on_restart": OnRestart.REPLAN,
+            "decides_packs": False,
+        },
     )
-    world_size: int = field(default=1, metadata=_metadata(on_restart=OnRestart.REPLAN, decides_packs=False))
+    world_size: int = field(default=1, metadata={"on_restart": OnRestart.REPLAN, "decides_packs": False})
 
     # What may share a pack
     tokens_per_rank: int | None = None  # most tokens of a pack on one rank; None without sequence parallelism
     # "family" plans documents that begin alike as one unit. "pack" shares the prefixes only of documents that are in
     # one pack anyway, so it has the same plans as "off".
-    share_prefixes: SharePrefixes = field(default="off", metadata=_metadata(used_by_streams=False))
+    share_prefixes: SharePrefixes = field(default="off", metadata={"used_by_streams": False})
     buffer_size: int = 1000  # most documents of a stream that wait for a pack
 
     # How a step is dealt to slots. None of these settings moves a document to another step. With `balance="step"` the
     # documents of a step are dealt so that ranks finish together, and with "none" they are not. Ranks wait for each
     # other after every micro-batch (`synchronisation="micro"`) or only after a step ("step").
-    balance: Balance = field(default="step", metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
-    synchronisation: Synchronisation = field(
-        default="micro", metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False)
-    )
+    balance: Balance = field(default="step", metadata=_DEALING)
+    synchronisation: Synchronisation = field(default="micro", metadata=_DEALING)
     # The degrees that a step may use. If it is given as (), it becomes all possible ones.
-    degrees: tuple[int, ...] = field(default=(), metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
+    degrees: tuple[int, ...] = field(default=(), metadata=_DEALING)
     # How fast devices compute and exchange tokens, to choose degrees; None for the speeds of an H100
-    speeds: Speeds | None = field(
-        default=None,
-        metadata=_metadata(config_name="exchange_speeds", on_restart=OnRestart.CONTINUE, decides_packs=False),
-    )
-    cost_model: CostModel = field(
-        default=LLAMA_7B, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False)
-    )
+    speeds: Speeds | None = field(default=None, metadata=_DEALING | {"config_name": "exchange_speeds"})
+    cost_model: CostModel = field(default=LLAMA_7B, metadata=_DEALING)
     # True balances trained tokens, and not costs, over the packs of a step, because the user's own loss may be a mean
     # per micro-batch
-    evens_targets: bool = field(default=False, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
+    evens_targets: bool = field(default=False, metadata=_DEALING)
 
     def __post_init__(self) -> None:
-        """Replace `degrees=()` by all possible degrees."""
-        # `parallel` reads the field `degrees`, but only here: it is cached. A frozen instance can be set only this way.
+        """Replace `degrees=()` by all possible degrees, which `parallel` finds."""
+        # `object.__setattr__`, because the dataclass is frozen
         object.__setattr__(self, "degrees", self.parallel.degrees)
 
     # Sizes
@@ -168,7 +164,7 @@ class Packing:
             tokens_per_rank=self.tokens_per_rank,
             smallest=smallest_degree(self.max_length, self.tokens_per_rank),
             degrees=self.degrees or all_degrees,
-            fill=FILL,  # the default 1.0 is for packs that no ranks share
+            fill=FILL,  # a little below 1, see `planned_capacity`
             speeds=self.speeds or Speeds(),
         )
 
@@ -218,15 +214,17 @@ class Packing:
         """The number of documents in an optimizer step of the unpacked run."""
         return self.batch_size * self.bins.num_slots
 
-    def num_steps(self, num_packed: int) -> int:
+    def num_steps(self, num_packs_or_documents: int) -> int:
         """Return the number of optimizer steps of an epoch.
 
         Args:
-            num_packed: packs of the epoch; for a strategy that keeps the steps of the unpacked run, its documents.
+            num_packs_or_documents: the number of packs in the epoch. For a strategy that keeps the steps of the
+                unpacked run, the number of documents.
         """
         keeps_steps = self.traits.keeps_unpacked_steps
         per_step = self.unpacked_documents_per_step if keeps_steps else self.packs_per_step
-        return num_packed // per_step if self.drop_last else -(-num_packed // per_step)  # rounded down or up
+        num_full, remainder = divmod(num_packs_or_documents, per_step)
+        return num_full + (remainder > 0 and not self.drop_last)
 
     # From units to packs
 
@@ -240,18 +238,18 @@ class Packing:
         Args:
             units: U units.
             epoch: number of the epoch, from which the random order is drawn.
-            block: the block of each unit, shape (U,): the number of the piece of `max_length` consecutive tokens of the
-                concatenated table in which it lies. Only a strategy that cuts blocks needs it.
+            block: the number of the block of each unit, shape (U,), for a strategy that cuts blocks. All documents are
+                concatenated, and a block is a piece of `max_length` tokens of the result.
         """
         # A unit with more rows than the planned capacity still fits into the capacity. It is counted as having exactly
         # the planned capacity, so it gets a pack of its own.
         rows = np.minimum(units.rows, self.planned_capacity)
         rng = self.make_rng(epoch)
-        if self.traits.plan is None:
+        if self.traits.plan is None:  # the strategy cuts blocks, and a pack has `batch_size` of them
             assert block is not None, "documents are not cut into blocks"
-            # A pack has `batch_size` blocks.
             return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=rng)
-        # `visiting_order` may change the random order, to keep copies of a document apart.
+        # `visiting_order` may change the random order. If the table has a document twice, this keeps the two apart, so
+        # that they are not in one optimizer step.
         order = np.arange(len(rows)) if rng is None else units.visiting_order(rng.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=rng)
 
@@ -263,7 +261,7 @@ class Packing:
         Args:
             lengths: tokens of each document, in the order of arrival.
             bytes_of: position of a document -> bytes of memory that it takes while it waits.
-            most_bytes: if the waiting documents take so many bytes, no more are read.
+            most_bytes: if the waiting documents take so many bytes, no more are read until some of them are in a pack.
 
         Returns:
             The positions of the documents in each pack.
@@ -306,7 +304,8 @@ class Packing:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
         """
         step_of_documents = self.unpacked_step_of_documents(order)
-        # Units of step -1, if there are any, are behind the last bound, so they are in no slot.
+        # `bounds` says where the units of each step begin and end. Units of step -1 are behind the last step, so they
+        # get no slot.
         units_by_step, bounds = units.sort_by_step(order, step_of_documents, self.num_steps(len(order)))
         return schedule_steps(units, units_by_step, bounds, bins=self.bins)
 
@@ -337,8 +336,9 @@ class Packing:
             for setting in fields(self)
             if result == "schedule" or _info_of(setting).decides_packs
         }
-        # A plan depends on the field of a feature only by whether units are other than documents. So a plan made with
-        # `share_prefixes="off"` is also valid for "pack", but not for "family".
+        # Of the setting of a feature, one thing matters for packs: whether several documents are one unit with this
+        # value (`regrouping` has these values). So a plan made with `share_prefixes="off"` is also valid for "pack",
+        # but not for "family".
         for name, feature_field in FIELDS.items():
             values[name] = getattr(self, name) in feature_field.regrouping
         return hashlib.sha256(repr(values).encode()).hexdigest()

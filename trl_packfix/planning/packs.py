@@ -25,7 +25,9 @@ from .exact_fill import pack_in_windows, pack_with_buffer
 
 MAX_DOCUMENTS_NAMED = 10  # in an error message
 MAX_DOCUMENT_LENGTH = 2**26  # tokens; plans are made on histograms of lengths, which take 0.5 GiB for this length
-FEW_PER_PACK = 4  # with fewer documents per pack, a buffer of 1000 seldom has an exact fill, see `plan_stream`
+# With fewer documents per pack on average, a buffer of 1000 seldom has documents that fill a pack exactly, and
+# `plan_stream` also tries another way
+FEW_PER_PACK = 4
 LOOK_AHEAD = 16  # number of buffers in the window of `plan_stream` for packs of few documents
 
 
@@ -39,7 +41,7 @@ class PackPlan:
         lengths: tokens of each document, shape (N,).
         capacity: most tokens a pack may hold.
 
-    >>> plan = plan_bfd([5, 3, 4, 2], capacity=7, rng=None)
+    >>> plan = plan_bfd([5, 3, 4, 2], capacity=7)
     >>> plan.num_packs, plan.efficiency, plan.lower_bound
     (2, 1.0, 2)
     """
@@ -64,7 +66,7 @@ class PackPlan:
         """The number of packs that any plan needs at least, by the bound L2 of Martello and Toth (1990).
 
         Not every set of documents fits into so many packs. If all documents have 0.4 x capacity tokens, a pack holds
-        two of them, but the bound counts 2.5 documents per pack. Source:
+        two of them, but by their tokens 1 / 0.4 = 2.5 would fit, which the bound counts. Source:
         https://doi.org/10.1016/0166-218X(90)90094-S
         """
         capacity = self.capacity
@@ -74,20 +76,24 @@ class PackPlan:
         tokens = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
         end = len(counts)
         half = min(capacity // 2 + 1, end)  # a document of at least so many tokens is *long*
-        # Every long document needs a pack of its own. For a threshold k, the documents of k tokens up to half the
-        # capacity fit only into the packs whose long document has at most capacity - k tokens. What exceeds the room in
-        # these packs, the *overflow*, needs further packs. All k are tried at once; only a length that occurs can be
-        # the best one.
-        k = np.concatenate([[0], np.flatnonzero(counts[:half])])
-        stop_with_room = np.minimum(capacity - k + 1, end)
-        num_with_room = documents[stop_with_room] - documents[half]
-        room = num_with_room * capacity - (tokens[stop_with_room] - tokens[half])
-        overflow = tokens[half] - tokens[k] - room
+        # Every long document needs a pack of its own. Choose a threshold, and call documents from the threshold up to
+        # half the capacity *medium*. Beside a long document of more than capacity - threshold tokens, no medium
+        # document fits. So all medium ones must fit beside the other long ones. The tokens for which there is no room,
+        # the *overflow*, need further packs. For example, capacity 10, lengths 9 6 4 4 and threshold 4: no 4 fits
+        # beside the 9, and the 6 has room for 4 tokens, so 4 of 8 medium tokens overflow, and the bound is 2 + 1 packs.
+        # Every threshold gives a bound. Only 0 and lengths that occur can give the best one, so these are tried.
+        threshold = np.concatenate([[0], np.flatnonzero(counts[:half])])
+        first_without_room = np.minimum(capacity - threshold + 1, end)  # long documents from this length on
+        num_with_room = documents[first_without_room] - documents[half]
+        room = num_with_room * capacity - (tokens[first_without_room] - tokens[half])
+        overflow = tokens[half] - tokens[threshold] - room
         num_long = documents[-1] - documents[half]
         return int(num_long + np.maximum(-(-overflow // capacity), 0).max())
 
 
-def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | None) -> PackPlan:
+def plan_bfd(
+    lengths: npt.ArrayLike, capacity: int, *, order: Int64Array | None = None, rng: np.random.Generator | None = None
+) -> PackPlan:
     """Plan by best-fit decreasing: documents longest first, each into the fullest pack that has room for it.
 
     Inside a pack, longer documents come first. The time grows with the number of distinct lengths; the number of
@@ -97,10 +103,11 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     Args:
         lengths: tokens of each document, shape (N,).
         capacity: most tokens a pack may hold.
+        order: the order in which documents are visited, which other strategies need. It changes nothing here.
         rng: draws the order of the packs, and exchanges documents of equal length. Without it, packs are in the order
             of the smallest document number in each.
 
-    >>> plan_bfd([2, 5, 3, 4], capacity=7, rng=None).order.tolist()
+    >>> plan_bfd([2, 5, 3, 4], capacity=7).order.tolist()
     [1, 0, 3, 2]
     """
     lengths = validate_lengths(lengths, capacity)
@@ -112,28 +119,29 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
 
 def plan_stream(
     lengths: npt.ArrayLike,
-    order: Int64Array,
     capacity: int,
     *,
+    order: Int64Array,
     rng: np.random.Generator | None = None,
     buffer_size: int = 1000,
 ) -> PackPlan:
-    """Plan by `StreamPacker`, which packs documents in the order in which they are visited, with a bounded buffer.
+    """Plan packs in the order in which documents are visited, with a bounded buffer (`pack_with_buffer`).
 
     Each pack takes the oldest document of the buffer, so no document waits for more than `buffer_size` packs. But the
-    exact fill of a pack takes short documents more often than long ones, so the last packs to be closed hold long ones.
+    documents that then fill the pack exactly are more often short than long, so the last packs to be closed hold long
+    ones.
 
-    If a pack holds fewer than four documents on average, the first 16 buffers are packed by `StreamPacker` and by
+    If a pack holds fewer than four documents on average, the first 16 buffers are packed by `pack_with_buffer` and by
     `pack_in_windows` (best-fit decreasing in a window). If `pack_in_windows` needs fewer packs, it packs all documents.
 
     Args:
         lengths: tokens of each document, shape (N,).
-        order: document numbers in the order in which they are visited, a permutation, shape (N,).
         capacity: most tokens a pack may hold.
+        order: document numbers in the order in which they are visited, a permutation, shape (N,).
         rng: draws the order of the packs. Without it, packs are in the order in which they are closed.
         buffer_size: most documents that wait for a pack.
 
-    >>> plan_stream([4, 5, 3, 2], order=np.arange(4), capacity=7).order.tolist()
+    >>> plan_stream([4, 5, 3, 2], capacity=7, order=np.arange(4)).order.tolist()
     [0, 2, 1, 3]
     """
     lengths = validate_lengths(lengths, capacity)
@@ -142,10 +150,12 @@ def plan_stream(
     if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
         window = LOOK_AHEAD * buffer_size
         first_documents = arriving[:window]
-        packs = pack_with_buffer(first_documents, capacity, buffer_size)
+        packs = pack_with_buffer(first_documents, capacity, buffer_size)  # (members, sizes)
         window_packs = pack_in_windows(first_documents, capacity, window)
         has_packed_all = len(first_documents) == len(arriving)
-        if len(window_packs[1]) < len(packs[1]):
+        _, sizes = packs
+        _, window_sizes = window_packs
+        if len(window_sizes) < len(sizes):  # fewer packs
             packs = window_packs if has_packed_all else pack_in_windows(arriving, capacity, window)
         elif not has_packed_all:
             packs = None
@@ -169,11 +179,12 @@ def plan_blocks(
         rng: draws the order of the blocks. Without it, they are in the order of the table.
     """
     members = np.arange(len(block))
-    _, sizes = np.unique(block, return_counts=True)
+    _, block_sizes = np.unique(block, return_counts=True)  # number of documents in each block
     if rng is not None:  # put the blocks in random order
-        members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
-    sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), batch_size))
-    return _make_plan(members, sizes, lengths, capacity=capacity)
+        members, block_sizes = select_packs(members, block_sizes, rng.permutation(len(block_sizes)))
+    # Then each pack gets the next `batch_size` blocks
+    pack_sizes = np.add.reduceat(block_sizes, np.arange(0, len(block_sizes), batch_size))
+    return _make_plan(members, pack_sizes, lengths, capacity=capacity)
 
 
 def shuffle_packs(plan: PackPlan, rng: np.random.Generator) -> PackPlan:

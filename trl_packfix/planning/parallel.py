@@ -14,7 +14,10 @@ FILL = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """How fast a device and its links are. The defaults fit GPUs of the H100 class. Only ratios decide anything."""
+    """How fast a device and its links are. The defaults fit GPUs of the H100 class.
+
+    Only the ratios between these speeds decide which degrees are chosen.
+    """
 
     flops: float = 400e12  # floating-point operations per second of one device in training
     within: float = 300e9  # bytes per second that a device sends to devices of its own node in an all-to-all
@@ -34,6 +37,7 @@ def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
     >>> smallest_degree(131072, 16384), smallest_degree(100_000, 16384), smallest_degree(8192, 16384)
     (8, 8, 1)
     """
+    # 2 to the number of bits of n - 1 is the smallest power of two from n on
     return 1 << (-(-max_length // tokens_per_rank) - 1).bit_length()
 
 
@@ -74,8 +78,8 @@ def possible_degrees(
 class SequenceParallel:
     """How the ranks of a run share packs. By default, every rank has packs of its own."""
 
-    tokens_per_rank: int  # C, most tokens of a pack on one rank
-    smallest: int = 1  # S, the smallest degree that holds a document of `max_length`; packs are planned for it
-    degrees: tuple[int, ...] = (1,)  # the degrees that may be chosen, ascending; S is one of them
-    fill: float = 1.0  # packs are planned to this share of the tokens that a group of S ranks holds
+    tokens_per_rank: int  # most tokens of a pack on one rank
+    smallest: int = 1  # the smallest degree that holds a document of `max_length`; packs are planned for it
+    degrees: tuple[int, ...] = (1,)  # the degrees that may be chosen, ascending; `smallest` is one of them
+    fill: float = 1.0  # packs are planned to this share of the tokens that a group of `smallest` ranks holds
     speeds: Speeds = field(default_factory=Speeds)

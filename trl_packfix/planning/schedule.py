@@ -7,12 +7,13 @@ with the units of each step. A *unit* is what planning packs: a document, or doc
 from it.
 
 A *slot* is one micro-batch of one optimizer step on one rank, and holds at most one pack. A *micro-step* is the
-micro-batches of the same number on all ranks. A schedule has (steps, accumulation, world_size) slots, and every
-document is in exactly one of them. The number of steps is the same in all epochs, because the Trainer reads it only
-once. A schedule is a pure function of lengths, settings, seed and epoch, so all ranks compute the same one without
-communication. The data-parallel rank and world size are arguments, and are never read from the environment.
+micro-batches that all ranks compute at the same time. A schedule has (steps, accumulation, world_size) slots, and every
+document is in exactly one of them; only with `drop_last` the last documents of an epoch are in none. The number of
+steps is the same in all epochs, because the Trainer reads it only once. A schedule is a pure function of lengths,
+settings, seed and epoch, so all ranks compute the same one without communication. The data-parallel rank and world size
+are arguments, and are never read from the environment.
 
-Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N documents or units.
+Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N documents, U units.
 """
 
 import heapq
@@ -39,7 +40,7 @@ class Schedule:
     and the slots of its other ranks are empty.
     """
 
-    order: Int64Array  # document numbers, slot after slot, shape (N,)
+    order: Int64Array  # numbers of the documents or units, slot after slot, shape (N,) or (U,)
     # Slot (step * G + micro_batch) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,)
     offsets: Int64Array
     accumulation: int  # G
@@ -49,6 +50,7 @@ class Schedule:
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
+        """Replace `degrees=()` by a degree of 1 in each micro-step."""
         if not len(self.degrees):
             object.__setattr__(self, "degrees", np.ones((len(self.offsets) - 1) // self.world_size, np.int64))
 
@@ -61,19 +63,19 @@ class Schedule:
         """Yield the document numbers of each micro-batch of one rank, in training order.
 
         A micro-batch without documents is `[NO_DOCUMENTS]`. With sequence parallelism, a micro-batch has all documents
-        of its pack, and `parts_of_rank` tells which part of the pack the rank holds.
+        of its pack, and `groups_of_rank` tells which of the ranks that share the pack this rank is.
         """
-        for micro_step, (_, index) in enumerate(self.parts_of_rank(rank)):
+        for micro_step, (_, index) in enumerate(self.groups_of_rank(rank)):
             slot = micro_step * self.world_size + rank - index  # the slot of the first rank of the group
             documents = self.order[self.offsets[slot] : self.offsets[slot + 1]]
             yield documents if len(documents) else np.array([NO_DOCUMENTS])
 
-    def parts_of_rank(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Return an iterator over the micro-batches of one rank that says which part of each pack the rank holds.
+    def groups_of_rank(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Return an iterator that says, for each micro-batch of one rank, with which ranks it shares the pack.
 
         Returns:
             (degree, index) for each micro-batch: the number of ranks that share the pack, and the number of this rank
-            among them. (1, 0) is the whole pack.
+            among them, from 0. (1, 0) is a rank that has the pack for itself.
         """
         return ((degree, rank % degree) for degree in self.degrees.tolist())
 
@@ -81,7 +83,7 @@ class Schedule:
         """Return the sum of values over the documents of each slot, shape (S*G, W).
 
         Args:
-            values: the value of each document, by its number.
+            values: the value of each document or unit, by its number.
         """
         total = np.concatenate([[0.0], np.cumsum(values[self.order])])
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
@@ -93,13 +95,13 @@ class Schedule:
 
 
 def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
-    """Return the modelled cost of each micro-batch on each rank, shape (S, G, W).
+    """Return the FLOPs that the cost model expects for each micro-batch on each rank, shape (S, G, W).
 
     Ranks that share a pack have even shares of its cost.
 
     Args:
         schedule: a schedule of units.
-        costs: cost of each unit on all ranks together, by the number of the unit.
+        costs: FLOPs of each unit, by its number. If ranks share the unit, the FLOPs of all these ranks count.
     """
     degrees = schedule.degrees[:, None]
     ranks = np.arange(schedule.world_size)
@@ -130,7 +132,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     """Put the packs of a plan, in their order, into the slots of exactly `num_steps` optimizer steps.
 
     If a step has fewer packs than slots, its largest packs are split. If it has fewer units than slots, some slots stay
-    empty. Every unit is in one slot, except for the last units if `drop_last` is set.
+    empty. Every unit is in one slot, except for the last units if `bins.drop_last` is set.
 
     Args:
         plan: packs of units.
@@ -147,7 +149,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     [[[0, 1]], [[2]]]
     """
     steps = packs_of_steps(plan, units.rows, num_steps, bins=bins)
-    if bins.evens_targets:  # packs should have even numbers of trained tokens
+    if bins.evens_targets:  # the loss may be a mean per micro-batch, so packs get even numbers of trained tokens
         steps = (even_targets(step, units, num_packs=len(step), bins=bins) for step in steps)
     elif bins.balance == "step":  # the ranks of a step should finish together
         steps = (balance_packs(step, units, bins) for step in steps)
@@ -158,7 +160,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
 def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins) -> Iterator[list[Int64Array]]:
     """Return an iterator over the packs of each optimizer step, at most as many as a step has slots.
 
-    With `drop_last`, the last packs of the plan belong to no step.
+    With `bins.drop_last`, the last packs of the plan belong to no step.
 
     Args:
         plan: packs of units.
@@ -171,8 +173,8 @@ def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bi
     assert bins.drop_last or len(packs) <= num_steps * num_slots, "more packs than slots"
     packs = packs[: num_steps * num_slots]
     if len(packs) <= (num_steps - 1) * num_slots:
-        # The plan has fewer packs than the plan of the first epoch, which fixed the number of steps. The packs are
-        # spread over all steps, since otherwise the last steps would be empty.
+        # There is no pack left for the last step, because the plan of the first epoch, which fixed the number of steps,
+        # had more packs. The packs are spread over all steps, so that no step is empty.
         packs = split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
@@ -185,17 +187,19 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
 
     The units of a step fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G
     micro-batches of a step, so each micro-batch that would be empty gets one short unit. This is the online minibatch
-    packing of arXiv 2407.09105. If packs should have even numbers of trained tokens (`evens_targets`), the units fill
-    as many micro-batches as in the unpacked run, because the user's loss may be a mean per micro-batch.
+    packing of arXiv 2407.09105. If packs should have even numbers of trained tokens (`bins.evens_targets`), the units
+    fill as many micro-batches as in unpacked training, because the user's loss may be a mean per micro-batch.
 
-    The units always fit. Let B be the batch size of the unpacked run. A step of S' = G * W slots has at most S' * B
-    documents, and each has at most `capacity / B` tokens. In a unit of several documents, the first document has a row
-    for each token, and every further document adds a row for at most half of its tokens. So a unit of k documents has
-    at most (1 + (k - 1) / 2) * capacity / B rows, which is (k + 1) / 2 * capacity / B. `_few_packs` proves the rest.
+    The units always fit. Let B be the number of documents in a micro-batch of unpacked training. A step of S' = G * W
+    slots has at most S' * B documents, and each has at most `capacity / B` tokens. In a unit of several documents, the
+    first document has a row for each token. Every further document joins only if at least half of its tokens are shared
+    (`features/prefixes`), so it adds at most half as many rows as it has tokens. So a unit of k documents has at most
+    (1 + (k - 1) / 2) * capacity / B rows, which is (k + 1) / 2 * capacity / B. `_few_packs` proves that few enough
+    packs follow from this.
 
     Args:
         units: all units of the epoch.
-        order: numbers of the units, step after step.
+        order: numbers of the units, step after step. Units behind the last bound are in no step.
         bounds: step i has the units `order[bounds[i]:bounds[i + 1]]`, shape (S + 1,).
         bins: the slots of a step, and how units are dealt to them.
 
@@ -205,18 +209,20 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
     [[0, 1], [3, 2]]
     """
-    if bins.num_slots == 1:  # each step is one pack
+    if bins.num_slots == 1:  # each step is one pack, which the units of the step are known to fit into
         return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size)
 
     def packs_of_step(members: Int64Array) -> list[Int64Array]:
         """Return a pack for each slot of a step with these units."""
         packs = _few_packs(members, units, bins)
         if bins.evens_targets:
-            # As many packs as the unpacked run has micro-batches with a document
+            # As many packs as unpacked training has micro-batches with a document. `even_targets` deals the units of
+            # `packs` to them, and returns `packs` where this does not fit
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
             packs = even_targets(packs, units, num_packs=num_filled, bins=bins)
             return packs + [members[:0]] * (bins.num_slots - len(packs))
         if bins.balance == "step":
+            # Balance only the micro-batches that have a pack for each rank; the others get single units afterwards
             filled_micro_batches = len(packs) // bins.world_size
             packs = balance_packs(packs, units, replace(bins, accumulation=filled_micro_batches))
         return _fill_empty_packs(packs, units.rows, bins.num_slots)
@@ -238,15 +244,15 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     """
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
-    plan = plan_bfd(rows, bins.capacity, rng=None)  # best-fit decreasing; the order of the packs is not drawn
+    plan = plan_bfd(rows, bins.capacity)  # best-fit decreasing
     # The units need at most S' packs. (`schedule_steps` defines B and S', and bounds the rows of a unit.) The step
-    # has at most S' * B documents, so it suffices that every pack but the last has at least B documents. Take such a
-    # pack, of m units.
-    # - If m >= B, it has at least B documents, because each unit has at least one.
+    # has at most S' * B documents. So there are at most S' packs if every pack but the last has at least B documents.
+    # Take a pack of m units and d documents that is not the last one.
+    # - If m >= B, then d >= B, because each unit has at least one document.
     # - If m < B, the pack had no room for the unit that opened the last pack. That unit is no longer than any of the m
-    #   units, so the m units fill more than m / (m + 1) of the capacity. By the bound, units with d documents together
-    #   have at most (d + m) / 2 * capacity / B rows. So d > 2 m B / (m + 1) - m, which is at least B - 1 for
-    #   1 <= m < B: the pack has at least B documents.
+    #   units, so m + 1 units of its length would not fit, and the m units have more than m / (m + 1) * capacity rows.
+    #   By the bound, summed over the m units, they have at most (d + m) / 2 * capacity / B rows. From both follows
+    #   d > 2 m B / (m + 1) - m. For 1 <= m < B this is at least B - 1, so d >= B.
     assert plan.num_packs <= bins.num_slots
     num_packs = -(-plan.num_packs // bins.world_size) * bins.world_size
     # Put each unit, the longest first, into the pack with the fewest rows: rows take the place of costs here
@@ -266,7 +272,7 @@ def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num_packs: int)
     """
     unit_lists = [pack.tolist() for pack in packs] + [[] for _ in range(num_packs - len(packs))]
     empty_packs = [units for units in unit_lists if not units]
-    # Of units with equal rows, the first units of all packs come first, then the second units of all packs, and so on.
+    # Units are sorted by rows. Units with equal rows are sorted by their place in their pack, then by pack.
     candidates = sorted(
         (int(rows[unit]), place, i, unit) for i, units in enumerate(unit_lists) for place, unit in enumerate(units)
     )
@@ -282,9 +288,9 @@ def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num_packs: int)
 def split_up_to(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> list[Int64Array]:
     """Halve the packs with the most rows until there are `num_packs` packs, or no pack has two units.
 
-    Only packs of several units can be halved, so halves hold short units. Halves of different packs should not come
-    together in the epoch. So both halves take the place of their pack. Of packs with equal rows, the pack whose first
-    unit has the smallest number is halved first.
+    Both halves take the place of their pack in the list. Packs of one long unit cannot be halved, so halves hold
+    shorter units than other packs. If all halves came last, the epoch would end with short units. Of packs with equal
+    rows, the pack whose first unit has the smallest number is halved first.
 
     Args:
         packs: numbers of the units in each pack.

@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Int64Array
 from .packs import PackPlan, is_integer, plan_bfd, plan_stream, validate_lengths
 
 Strategy = str  # a key of `STRATEGIES`
@@ -24,33 +23,27 @@ class StrategyTraits:
 
     # (lengths, capacity, order, rng) -> plan with every document in one pack of at most `capacity` tokens. `order` is
     # the order in which documents are visited, a permutation of their numbers, shape (N,). `rng` draws the order of the
-    # packs, which must then not depend on the lengths; it is None without shuffling.
+    # packs, so that the model is not trained on long documents first and on short ones last; it is None without
+    # shuffling.
     # `plan` is None for a strategy that cuts blocks or keeps the steps of unpacked training: `Packing` plans it another
     # way.
     plan: Callable[..., PackPlan] | None = None
     overlong: Literal["truncate", "split"] = "truncate"  # the default of the setting `overlong`
     packs_streams: bool = False  # it needs only a bounded buffer of documents, so it can pack an `IterableDataset`
     cuts_blocks: bool = False  # all documents are concatenated and cut every `max_length` tokens
-    keeps_unpacked_steps: bool = False  # every optimizer step has the documents that it has in unpacked training
+    # Every optimizer step has the documents that it has if TRL trains with the same config, but without packing
+    keeps_unpacked_steps: bool = False
     # What to do instead of `plan_packs`, if lengths alone are not enough; it is the end of an error message.
     alternative: str | None = None
-
-
-def _plan_bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
-    """Plan by best-fit decreasing, which does not depend on the order in which documents are visited."""
-    return plan_bfd(lengths, capacity, rng)
 
 
 _USE_THE_TRAINER = "use the trainer or packed_dataloader with packing_strategy={!r}"
 
 STRATEGIES: dict[Strategy, StrategyTraits] = {
-    "stream": StrategyTraits(
-        plan=lambda lengths, capacity, *, order, rng: plan_stream(lengths, order, capacity, rng=rng),
-        packs_streams=True,
-    ),
-    "bfd": StrategyTraits(plan=_plan_bfd),
+    "stream": StrategyTraits(plan=plan_stream, packs_streams=True),
+    "bfd": StrategyTraits(plan=plan_bfd),
     "bfd_split": StrategyTraits(
-        plan=_plan_bfd,
+        plan=plan_bfd,
         overlong="split",
         alternative="split the documents at max_length first and plan the pieces with strategy='bfd', or use the "
         "trainer",
@@ -74,7 +67,7 @@ def plan_packs(
         epoch: non-negative integer; each epoch has another plan.
 
     Returns:
-        The documents of each pack, by their index in `lengths`.
+        The documents of each pack, by their index in `lengths`. Pack i is `order[offsets[i]:offsets[i + 1]]`.
 
     Raises:
         ValueError: lengths are not one-dimensional integers or do not fit, the strategy is unknown or cannot be planned

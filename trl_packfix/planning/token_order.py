@@ -1,8 +1,7 @@
 """Documents sorted by their tokens, so that documents that begin alike are neighbours. numpy only.
 
 The order is made, and cached with the documents, for a feature that packs documents that begin alike together
-(`features/prefixes`). The *neighbour* of a document is the document before it in the order. Letters: M documents are
-sorted.
+(`features/prefixes`). Letters: M documents are sorted.
 """
 
 from dataclasses import dataclass
@@ -16,21 +15,24 @@ from .arrays import Int64Array
 class TokenOrder:
     """Documents sorted by their tokens, and documents with equal tokens by their number.
 
-    A document comes *after* the longer documents that begin with all of its tokens. So a pack that has computed the
-    longer document needs only one more row for the shorter one: its last token, which has no next token to predict.
+    A document comes *after* the longer documents that begin with all of its tokens. So a pack that has the rows of the
+    longer document needs only one more row for the shorter one. (A *row* is a token that is computed, and predicts the
+    next token. The last token of the shorter document has no next token, so its row cannot be the row of the longer
+    document, which has one.)
     """
 
     order: Int64Array  # numbers of the documents, shape (M,)
-    common: Int64Array  # tokens in the common beginning of each document and its neighbour, shape (M,); the first has 0
+    # Number of tokens in the common beginning of each document and the document before it, shape (M,); the first has 0
+    common: Int64Array
 
     def within(self, groups: Int64Array) -> "TokenOrder":
         """Return the documents of each group sorted by their tokens, group after group.
 
-        No token is read. The common tokens of two documents are the minimum of `common` over the documents behind the
-        first one, up to the second one. The first document of a group gets 0 common tokens.
+        No token is read. Documents a and c, in the order a b c, have min(common[b], common[c]) tokens in common, and so
+        on for more documents between them. The first document of a group gets 0 common tokens.
 
         Args:
-            groups: number of the group of each document, by its number; documents of group -1 are omitted.
+            groups: number of the group of each document, indexed by document number; documents of group -1 are omitted.
 
         >>> tokens = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
         >>> two_groups = tokens.within(np.array([5, 2, 5, 2]))
@@ -48,10 +50,11 @@ class TokenOrder:
         has_neighbour = np.flatnonzero(group[1:] == group[:-1]) + 1
         first = places[has_neighbour - 1] + 1
         stop = places[has_neighbour] + 1
-        # The minimum of a range is the minimum of two ranges of `size` values that cover it. `size` is 2 ** level, the
-        # largest power of two in the range, and `minima[i]` is the minimum of the `size` values from place i on.
+        # The minimum of a range is the minimum of two ranges of `size` values that cover it, one at each end. `size` is
+        # 2 ** level, the largest power of two that is at most the length of the range. At each level, `minima[i]` is
+        # the minimum of the `size` values from place i on.
         minima = self.common
-        levels = np.frexp(stop - first)[1] - 1
+        levels = np.frexp(stop - first)[1] - 1  # the logarithm to base 2, rounded down
         for level in range(int(levels.max(initial=-1)) + 1):
             at_level = levels == level
             size = 1 << level

@@ -7,7 +7,7 @@ share the pack. The *degree* is the number of ranks in the group; the cost of a 
 
 `data/epochs.py` makes units from the lengths of documents, and `Packing` makes the `Bins`, which describe the slots,
 from the settings. After planning, units are replaced by their documents. Letters: N documents, U units, S slots of an
-optimizer step.
+optimizer step. The *unpacked run* is the training that TRL would do with the same config and without packing.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,8 @@ class Bins:
     world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a pack
     degree: int = 1  # ranks of a group
     balance: Balance = "step"  # "step" deals the units of a step so that ranks finish together; "none" does not
-    synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after a "step"
+    # When ranks wait for each other: after every micro-batch ("micro"), or only after the last one of a step ("step")
+    synchronisation: Synchronisation = "micro"
     drop_last: bool = False  # the last step is omitted if it is incomplete
     evens_targets: bool = False  # the packs of a step get about equal numbers of trained tokens, and not equal costs
     batch_size: int = 1  # documents per micro-batch of the unpacked run
@@ -46,7 +47,8 @@ class Bins:
         """Return whether each pack may be in a slot. This is the only rule about what may share a pack.
 
         All functions that deal units anew call this method, and keep the packs that were planned if it returns False.
-        Packs are also halved, so what may share a pack must also be allowed in any half of it.
+        A further condition here must hold for any part of a pack for which it holds, because packs are also halved
+        without a call.
 
         Args:
             packs: numbers of the units in each pack.
@@ -75,7 +77,8 @@ class Units:
     def costs(self, degree: int = 1) -> Float64Array:
         """Return the FLOPs of each unit on all `degree` ranks of a group together, shape (U,)."""
         if degree not in self._costs:
-            cost_model = self.cost_model.shared_by(degree)  # counts heads that do not divide evenly by the degree
+            # If heads cannot be divided evenly among the ranks, the rank with most heads determines the cost
+            cost_model = self.cost_model.shared_by(degree)
             self._costs[degree] = self._language_costs(cost_model) + self.image_costs
         return self._costs[degree]
 
@@ -87,6 +90,8 @@ class Units:
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
     ) -> tuple[Int64Array, Int64Array]:
         """Sort the units by the optimizer step that their documents have in the unpacked run, and must keep.
+
+        Here each unit is a document, so `order` has the units sorted already.
 
         Args:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
