@@ -25,7 +25,7 @@ A new option of planning begins with a field of `Packing`, named as in `SFTConfi
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
@@ -59,7 +59,10 @@ class OnRestart(Enum):
 
 @dataclass(frozen=True)
 class SettingInfo:
-    """What restarts and caches know about a setting besides its value. The defaults are the strictest."""
+    """What restarts and caches know about a setting besides its value. The defaults are the strictest.
+
+    The metadata of a field of `Packing` has the values that differ from the defaults.
+    """
 
     config_name: str | None = None  # name of the setting in `SFTConfig`, if it is not the name of the field
     on_restart: OnRestart = OnRestart.REFUSE
@@ -72,11 +75,6 @@ class SettingInfo:
 
 # The metadata of a setting that only says how a step is dealt to slots
 _DEALING: dict[str, Any] = {"on_restart": OnRestart.CONTINUE, "decides_packs": False}
-
-
-def _info_of(setting: "Field[Any]") -> SettingInfo:
-    """Return the `SettingInfo` of a field of `Packing`: its metadata, and the defaults."""
-    return SettingInfo(**setting.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,11 +316,10 @@ class Packing:
             source: what the run trains on; a stream does not use all settings.
         """
         settings: dict[str, Any] = {}
-        for setting in fields(self):
-            info = _info_of(setting)
+        for name, info in SETTING_INFOS.items():
             is_used = source == "table" or info.used_by_streams
             if is_used and info.on_restart is not OnRestart.CONTINUE:
-                settings[CONFIG_NAMES[setting.name]] = getattr(self, setting.name)
+                settings[CONFIG_NAMES[name]] = getattr(self, name)
         return settings
 
     def fingerprint(self, result: Literal["packs", "schedule"]) -> str:
@@ -332,9 +329,9 @@ class Packing:
             result: "packs" for the packs of the first epoch, "schedule" for the schedule of any epoch.
         """
         values = {
-            setting.name: getattr(self, setting.name)
-            for setting in fields(self)
-            if result == "schedule" or _info_of(setting).decides_packs
+            name: getattr(self, name)
+            for name, info in SETTING_INFOS.items()
+            if result == "schedule" or info.decides_packs
         }
         # Of the setting of a feature, one thing matters for packs: whether several documents are one unit with this
         # value (`regrouping` has these values). So a plan made with `share_prefixes="off"` is also valid for "pack",
@@ -344,11 +341,14 @@ class Packing:
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-CONFIG_NAMES = {setting.name: _info_of(setting).config_name or setting.name for setting in fields(Packing)}
+SETTING_INFOS = {setting.name: SettingInfo(**setting.metadata) for setting in fields(Packing)}
+"""What restarts and caches know about each field of `Packing`, by its name."""
+
+CONFIG_NAMES = {name: info.config_name or name for name, info in SETTING_INFOS.items()}
 """The name in `SFTConfig` of each field of `Packing`."""
 
 REPLANNED_SETTINGS = frozenset(
-    CONFIG_NAMES[setting.name] for setting in fields(Packing) if _info_of(setting).on_restart is OnRestart.REPLAN
+    CONFIG_NAMES[name] for name, info in SETTING_INFOS.items() if info.on_restart is OnRestart.REPLAN
 )
 """Config names of the settings that a restart may change: it plans the rest of an epoch, or of a pass, anew."""
 
