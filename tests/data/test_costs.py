@@ -152,14 +152,14 @@ def as_torch_counts(scan: ScanCosts) -> ScanCosts:
 
     It repeats the keys of Mamba-2 for each head. The counter sees no triangular systems and no sums of elements.
     """
-    key = scan.per_kv_head // 2
+    key = scan.exchanged_per_kv_head // 2
     if scan.chunk == 1:  # Mamba-1: two, as many as its decays are counted with
         return scan._replace(per_token=0.0)
-    size = (scan.per_head - 1) // 2
+    size = (scan.exchanged_per_head - 1) // 2
     if scan.per_token == 4 * scan.heads * size * key:  # Mamba-2
         return scan._replace(per_pair=2.0 * scan.heads * (key + size))
     value = scan.per_token / (6 * scan.heads * key)
-    is_kda = scan.per_head == 2 * value + 1 + 2 * key
+    is_kda = scan.exchanged_per_head == 2 * value + 1 + 2 * key
     return scan._replace(per_pair=scan.heads * (2.0 * key + 4.0 * value if is_kda else 4.0 * key + 2.0 * value))
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import imbalance_bound
 
-from trl_packfix.planning.balance import deal_documents
+from trl_packfix.planning.balance import deal_units
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.packs import PackPlan, plan_stream
@@ -66,7 +66,7 @@ def test_full_slots_are_filled_to_the_token(by_rank):
     lengths[-1] += -lengths.sum() % 32
     capacity = int(lengths.sum()) // 32
     cost = lengths + lengths**2 / 100
-    packs = deal_documents(lengths, cost, capacity=capacity, world_size=8, num_slots=32, by_rank=by_rank)
+    packs = deal_units(lengths, cost, capacity=capacity, world_size=8, num_slots=32, by_rank=by_rank)
     assert [lengths[pack].sum() for pack in packs] == [capacity] * 32
     ranks = np.array([cost[pack].sum() for pack in packs]).reshape(4, 8)
     assert ranks.sum(axis=0).max() < 1.005 * ranks.sum(axis=0).mean(), "more than measured (0.003)"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trl_packfix.planning import balance
-from trl_packfix.planning.balance import _Slots, balance_packs, deal_documents, even_targets, least_loaded
+from trl_packfix.planning.balance import _Slots, balance_packs, deal_units, even_targets, least_loaded
 from trl_packfix.planning.costs import CostModel
 from trl_packfix.planning.degrees import divide_step
 from trl_packfix.planning.parallel import SequenceParallel
@@ -31,7 +31,7 @@ def balance_step(monkeypatch, rows, packs, dealt, world_size=2, accumulation=1, 
     units = Units(np.array(rows), LINEAR)
     everywhere = [np.arange(len(rows))] * (world_size * accumulation)  # in every slot, which takes more time
     dealt = everywhere if dealt is None else dealt
-    monkeypatch.setattr(balance, "deal_documents", lambda *args, **more: calls.append(more) or dealt)
+    monkeypatch.setattr(balance, "deal_units", lambda *args, **more: calls.append(more) or dealt)
     bins = Bins(capacity=10_000, accumulation=accumulation, world_size=world_size, synchronisation=synchronisation)
     return as_lists(balance_packs([np.array(pack) for pack in packs], units, bins)), len(calls)
 
@@ -145,7 +145,7 @@ def slots_of(documents, capacity, lengths, excess=None, spare=0):
     )
     for slot, indices in enumerate(documents):
         for document in indices:
-            slots.put_document(document, slot)
+            slots.put_unit(document, slot)
     return slots
 
 
@@ -153,17 +153,17 @@ def deal_plainly(slots, documents, groups, limit):
     """Deal each document to the group with the least excess that has room, without a heap."""
     documents_left = []
     for document in documents:
-        wanted = min(slots.lengths[document] + slots.spare, slots.capacity)
+        wanted = min(slots.rows[document] + slots.spare, slots.capacity)
         keys = []
         for group in groups:
             room = max(slots.room[slot] for slot in group)
-            load = sum(slots.costs[d] for slot in group for d in slots.documents[slot])
+            load = sum(slots.costs[d] for slot in group for d in slots.units[slot])
             keys.append((room < wanted, (load,) if room >= wanted else (-room, load), group))
         has_no_room, key, group = min(keys)
         if key[-1] + slots.costs[document] > limit or (has_no_room and limit < np.inf):
             documents_left.append(document)
         else:
-            slots.put_document(document, max(group, key=slots.room.__getitem__))
+            slots.put_unit(document, max(group, key=slots.room.__getitem__))
     return documents_left
 
 
@@ -181,7 +181,7 @@ def test_documents_go_to_the_group_with_the_least_excess_that_has_room(limit, sp
         fast, plain = (_Slots(lengths, excess, capacity=10, num_slots=num_slots, spare=spare) for _ in range(2))
         order = [*range(len(lengths))]
         assert fast.deal_to_groups(order, groups, limit) == deal_plainly(plain, order, groups, limit)
-        assert fast.documents == plain.documents
+        assert fast.units == plain.units
         assert fast.room == plain.room
 
 
@@ -199,7 +199,7 @@ def test_slots_with_little_room_are_filled_to_the_token(rooms, documents_left, f
     slots.room = [*rooms]
     assert slots.fill_slots_exactly([0, 1, 2, 3]) == documents_left
     assert slots.room == filled
-    assert sorted(document for documents in slots.documents for document in documents) == [
+    assert sorted(document for documents in slots.units for document in documents) == [
         document for document in range(4) if document not in documents_left
     ]
 
@@ -213,8 +213,8 @@ def divide_plainly(slots, slot, partner):
 
     None if no sum of lengths does this.
     """
-    lengths = [slots.lengths[d] for i in (slot, partner) for d in slots.documents[i]]
-    held = sum(slots.lengths[d] for d in slots.documents[slot])
+    lengths = [slots.rows[d] for i in (slot, partner) for d in slots.units[i]]
+    held = sum(slots.rows[d] for d in slots.units[slot])
     sums = {sum(combination) for n in range(len(lengths) + 1) for combination in combinations(lengths, n)}
     low = max(held - slots.room[partner], 0)
     high = held + slots.room[slot]
@@ -234,18 +234,18 @@ def test_two_slots_divide_their_documents_as_a_plain_search_does():
         if slots.room[1] <= 0:
             continue
         expected = divide_plainly(slots, 0, 1)
-        before = [slots.room[0], slots.room[1], sorted(map(sorted, slots.documents))]
+        before = [slots.room[0], slots.room[1], sorted(map(sorted, slots.units))]
         held = int(lengths[:4].sum())
         assert slots.divide_pair(0, 1) is (expected is not None)
         if expected is None:
-            assert [slots.room[0], slots.room[1], sorted(map(sorted, slots.documents))] == before
+            assert [slots.room[0], slots.room[1], sorted(map(sorted, slots.units))] == before
         else:
-            tokens = [sum(int(lengths[d]) for d in documents) for documents in slots.documents]
+            tokens = [sum(int(lengths[d]) for d in documents) for documents in slots.units]
             assert tokens[0] == expected
             assert slots.room[0] == before[0] + held - expected
             assert slots.room[1] == before[1] - held + expected
             assert slots.room[1] >= 0
-            for documents in slots.documents:
+            for documents in slots.units:
                 assert [lengths[d] for d in documents] == sorted((lengths[d] for d in documents), reverse=True)
         outcomes.add((expected is not None, expected is not None and slots.room[0] < 0))
     assert outcomes == {(True, False), (True, True), (False, False)}
@@ -278,7 +278,7 @@ def test_a_division_takes_at_least_a_token_from_the_slot():
     """No division of 6 + 6 and 8 tokens leaves 9 to 11 in a slot, and one that leaves 12 would change nothing."""
     slots = slots_of([[0, 1], [2]], 9, [6, 6, 8])
     assert not slots.divide_pair(0, 1)
-    assert slots.documents == [[0, 1], [2]]
+    assert slots.units == [[0, 1], [2]]
 
 
 def test_a_slot_may_lose_all_documents_that_are_divided():
@@ -290,7 +290,7 @@ def test_a_slot_may_lose_all_documents_that_are_divided():
 
 def test_documents_that_fit_nowhere_are_above_the_capacity():
     lengths = np.array([5, 5, 5])
-    packs = deal_documents(lengths, lengths * 1.0, capacity=8, world_size=2, num_slots=2, by_rank=False)
+    packs = deal_units(lengths, lengths * 1.0, capacity=8, world_size=2, num_slots=2, by_rank=False)
     assert sorted(map(len, packs)) == [1, 2]
 
 

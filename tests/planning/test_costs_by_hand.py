@@ -22,9 +22,8 @@ def heads_of(heads, kv_heads=1, key_dim=8, value_dim=8, layers=1):
 
 
 def scan_of(heads=2, layers=1, per_token=5.0, chunk=4, per_pair=3.0):
-    return ScanCosts(
-        layers, heads, kv_heads=1, per_token=per_token, chunk=chunk, per_pair=per_pair, per_head=1, per_kv_head=1
-    )
+    costs = {"per_token": per_token, "chunk": chunk, "per_pair": per_pair}
+    return ScanCosts(layers, heads, kv_heads=1, exchanged_per_head=1, exchanged_per_kv_head=1, **costs)
 
 
 MODEL = CostModel(10.0, 2.0, windows=((4, 3.0), (8, 5.0)), chunks=((16, 7.0),))

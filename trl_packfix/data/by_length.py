@@ -24,7 +24,9 @@ from .rank_share import RankShare
 # Largest number of tokens of a document in the first and in the second class of lengths. Longer documents are the third
 LENGTH_CLASSES = (384, 4096)
 TILE_QUERIES = 128  # largest number of queries that one block of threads computes
-MAX_LAUNCHES = 6  # in one layer; there may be more than classes, because padding adds documents at the end of a pack
+# Most launches in one layer. A pack may need more launches than there are classes, because its documents are sorted by
+# length, but padding adds documents of any length behind them
+MAX_LAUNCHES = 6
 # For each launch (first document, last document + 1, first token, last token + 1, tokens of its longest document)
 Launches = tuple[tuple[int, int, int, int, int], ...]
 
@@ -34,8 +36,9 @@ def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launche
 
     Args:
         bounds: first token of each of N documents, followed by the number of tokens, shape (N + 1,).
-        longest: number of tokens that `max_length_q` says for the pack. A single launch of all documents would start
-            blocks for so many tokens in each document.
+        longest: the value of `max_length_q` in the batch. It is at least the number of tokens of the longest document,
+            and more where packs of different documents must have equal shapes. A single launch of all documents would
+            start blocks for so many tokens in each document.
 
     Returns:
         The launches. Documents without tokens are in no launch. The tuple is empty if a single launch is used: at least
@@ -45,6 +48,7 @@ def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launche
     ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
     """
     lengths = np.diff(bounds)
+    # Divisions by `TILE_QUERIES` are rounded up
     num_blocks = len(lengths) * -(-longest // TILE_QUERIES)
     num_blocks_with_work = (-(-lengths // TILE_QUERIES)).sum()
     if num_blocks <= 2 * num_blocks_with_work:
@@ -71,6 +75,7 @@ class ByLength:
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))
+        # `like`: the sorted documents are for the same group of ranks as the pack
         batch = self.collate(RankShare.like(pack, longest_first))
         launches = plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"])
         if launches:

@@ -80,10 +80,10 @@ class EpochPlanner:
     resume_point: ResumePoint = field(init=False, default=ResumePoint(), repr=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
     _first_packing: Packing = field(init=False, repr=False)  # the settings for the first epoch, with all degrees
-    _latest_schedule: Schedule | None = field(init=False, default=None, repr=False)
-    _latest_epoch: int = field(init=False, default=-1, repr=False)  # the epoch of `_latest_schedule`
-    # The schedule of the epoch of `resume_point`, if a part of this epoch was trained under an earlier plan
-    _resumed_schedule: Schedule | None = field(init=False, default=None, repr=False)
+    # Schedules by epoch: the latest one that was asked for, and the schedule of the epoch of `resume_point`, if a part
+    # of this epoch was trained under an earlier plan
+    _latest_schedule: dict[int, Schedule] = field(init=False, default_factory=dict, repr=False)
+    _resumed_schedule: dict[int, Schedule] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         packing = self.packing
@@ -96,7 +96,7 @@ class EpochPlanner:
             block = self.documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             # `units.rows`: the tokens that each unit takes in a pack
-            self.first_plan = PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
+            self.first_plan = PackPlan(**arrays, lengths=units.rows, capacity=packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
             counted = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
@@ -181,7 +181,7 @@ class EpochPlanner:
         epoch begins with empty steps, one for each step that was trained already.
         """
         self.resume_point = point
-        self._resumed_schedule = None
+        self._resumed_schedule = {}
         if point.trained is None:
             return
         # First plan the remaining documents as epoch 0 of a dataset of their own. Its seed depends on the epoch, so
@@ -199,7 +199,7 @@ class EpochPlanner:
         # that they are empty
         num_trained_micro_steps = point.num_steps * packing.accumulation
         empty_slots = np.zeros(num_trained_micro_steps * packing.world_size, np.int64)
-        self._resumed_schedule = replace(
+        self._resumed_schedule[point.epoch] = replace(
             schedule,
             order=np.flatnonzero(is_remaining)[schedule.order],
             offsets=np.concatenate([empty_slots, schedule.offsets]),
@@ -216,9 +216,8 @@ class EpochPlanner:
 
     def steps_of(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch, including the steps trained under an earlier plan."""
-        if self._resumed_schedule is not None and epoch == self.resume_point.epoch:
-            return self._resumed_schedule.num_steps
-        return self.num_steps
+        resumed_schedule = self._resumed_schedule.get(epoch)
+        return self.num_steps if resumed_schedule is None else resumed_schedule.num_steps
 
     def first_step(self, epoch: int) -> int:
         """Return the number of optimizer steps before an epoch, which is the epoch of `resume_point` or a later one."""
@@ -261,24 +260,22 @@ class EpochPlanner:
 
         Steps that were trained under an earlier plan are empty.
         """
-        if self._resumed_schedule is not None and epoch == self.resume_point.epoch:
-            return self._resumed_schedule
+        if epoch in self._resumed_schedule:
+            return self._resumed_schedule[epoch]
         if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are equal
-        if self._latest_schedule is None or self._latest_epoch != epoch:
+        if epoch not in self._latest_schedule:
             arrays = read_or_make(
                 self.cache_file("schedule", epoch), lambda: _cached_arrays(self._make_schedule(epoch))
             )
-            self._latest_schedule = Schedule(
-                arrays["order"],
-                arrays["offsets"],
-                self.packing.accumulation,
-                self.packing.world_size,
+            schedule = Schedule(
+                **arrays,
+                accumulation=self.packing.accumulation,
+                world_size=self.packing.world_size,
                 num_skipped=len(self.documents) - len(arrays["order"]),
-                degrees=arrays["degrees"],
             )
-            self._latest_epoch = epoch
-        return self._latest_schedule
+            self._latest_schedule = {epoch: schedule}
+        return self._latest_schedule[epoch]
 
     def cache_file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
         """Return the cache file for the plan or the schedule of an epoch.
@@ -329,7 +326,7 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _cached_arrays(packs: PackPlan | Schedule) -> Arrays:
-    """Return the arrays of a plan or a schedule that are not known from the documents and the settings."""
+    """Return the arrays of a plan or a schedule that are not known from the documents and the settings, by field."""
     arrays = {"order": packs.order, "offsets": packs.offsets}
     if isinstance(packs, Schedule):
         arrays["degrees"] = packs.degrees

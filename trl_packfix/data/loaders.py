@@ -6,15 +6,15 @@ batch (`PackCollator` in the trainer). `document_loader` puts these together. `p
 that does all of this for a tokenised dataset.
 
 Words:
-    document     one training example: a span of one row of the table.
-    pack         the documents of one micro-batch, which pass through the model together as one row of tokens.
+    document     one training example: some consecutive tokens of one row of the table.
+    pack         the documents of one micro-batch, which pass through the model together: one sequence of T tokens.
     micro-batch  what a rank computes in one forward and backward. An optimizer step has several of them.
     dummy        a document of two untrained tokens, for a rank that has no document in a micro-batch.
     group        the ranks that share a pack (sequence parallelism). Each of them holds a part of its tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from ..compat import keep_from_preparing
-from ..group import Group
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packing import Packing
 from ..planning.schedule import NO_DOCUMENTS
@@ -44,31 +43,23 @@ from .row_values import RowValues
 from .threads import wait_for_threads_before_forks
 
 
+@dataclass(eq=False)
 class DocumentDataset(torch.utils.data.Dataset[Any]):
     """Dataset of documents by index. The index -1 (`NO_DOCUMENTS`) is the dummy document.
 
     A document is a dictionary of `input_ids` and `labels`, as views of the table, and the weight and source of its row.
-
-    Args:
-        reader: reads spans of the table.
-        documents: the spans of the documents.
-        pad_token_id: token of the dummy document.
-        values: weights and sources of the rows.
     """
 
-    def __init__(
-        self, reader: RowReader, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None
-    ):
-        self.reader = reader
-        self.documents = documents
-        self.pad_token_id = pad_token_id
-        self.values = values or RowValues()
+    reader: RowReader  # reads spans of the table
+    documents: Documents  # the spans of the documents
+    pad_token_id: int = 0  # token of the dummy document
+    values: RowValues = field(default_factory=RowValues)  # weights and sources of the rows; by default none
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return the documents of a micro-batch. If `indices` say which group shares it, the documents say it, too."""
+        """Return the documents of a micro-batch, as a `RankShare`: a list that also has the group of `indices`."""
         # All indices are converted at once, because indexing numpy arrays one by one costs more than reading a short
         # document
         columns = (self.documents.row, self.documents.start, self.documents.stop)
@@ -87,6 +78,7 @@ def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
     return {"input_ids": np.full(2, pad_token_id), "labels": np.full(2, IGNORE_INDEX)}
 
 
+@dataclass(eq=False)
 class PackedBatchSampler:
     """Batch sampler that yields the document indices of each micro-batch of one rank in the current epoch.
 
@@ -94,10 +86,9 @@ class PackedBatchSampler:
     sampler, the number of micro-batches, is equal on all ranks and in all epochs.
     """
 
-    def __init__(self, planner: EpochPlanner, rank: int = 0):
-        self.planner = planner
-        self.rank = rank
-        self.epoch = 0
+    planner: EpochPlanner
+    rank: int = 0
+    epoch: int = 0
 
     @property
     def sampler(self) -> "PackedBatchSampler":
@@ -109,13 +100,10 @@ class PackedBatchSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.planner.num_steps * self.planner.packing.accumulation
+        return self.planner.num_steps * self.planner.packing.accumulation  # optimizer steps x micro-batches of a step
 
     def __iter__(self) -> Iterator[RankShare]:
-        schedule = self.planner.schedule(self.epoch)
-        micro_batches = schedule.micro_batches(self.rank)
-        for indices, (degree, index) in zip(micro_batches, schedule.groups_of_rank(self.rank), strict=True):
-            yield RankShare(indices.tolist(), Group(degree, index))
+        return RankShare.of_schedule(self.planner.schedule(self.epoch), self.rank)
 
 
 @dataclass
@@ -159,8 +147,9 @@ class PackContent:
 
         Args:
             documents: the documents of the pack.
-            runs: for each document the rows of the pack that belong to it, in the order of the rows. Documents that
-                share a common beginning have one row for each of its tokens; the first of these documents has them.
+            runs: for each document, which of the T tokens of the pack belong to it, in the order of the pack. If
+                documents share a common beginning, the pack has its tokens once, and they belong to the first of these
+                documents.
             position_ids: position of each token in its document, shape (1, T), with padding.
         """
         return {}
@@ -177,15 +166,15 @@ TEXT_CONTENT = PackContent()  # adds nothing
 class PackCollator:
     """Collator of the trainer: makes the batch of a pack that a rank computes.
 
-    First the tokens become one row of T tokens, padded so that T is a multiple of the number of ranks that share the
-    pack. Then the content beside tokens is added, and the part of the rank is cut out.
+    First the tokens become one sequence of T tokens, padded so that T is a multiple of the number of ranks that share
+    the pack. Then the content beside tokens is added, and the part of the rank is cut out.
     """
 
     text_collator: PackedDataCollator  # a `PrefixCollator` if documents share common beginnings
     content: PackContent = TEXT_CONTENT
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
-        share = RankShare.like(pack, pack)
+        share = RankShare.like(pack, pack)  # for a plain list, a group of this rank alone
         documents = self.content.with_placeholder(share)
         batch, runs = self.text_collator.collate(documents, share.group.size)
         batch |= self.content(documents, runs, batch["position_ids"])
@@ -229,7 +218,7 @@ def document_loader(
         device: the device of the batches, or None to leave them on the CPU.
         dataloader_kwargs: further arguments of `DataLoader`.
     """
-    if dataloader_kwargs.get("num_workers"):
+    if dataloader_kwargs.get("num_workers"):  # worker processes are forked, and gloo has threads
         wait_for_threads_before_forks()
     loader = prepare_data_loader(
         DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs),

@@ -4,14 +4,14 @@ Planning balances the ranks by these costs (`planning/costs.py`). `make_cost_mod
 model, before its weights are loaded:
 
     cost per token   two FLOPs for each parameter that is applied to a token. The parameters are counted on the model
-                     itself, which is built at its real size on torch's meta device, within a second and without memory.
+                     itself, which is built at its real size on torch's meta device, in a second and without memory.
                      So no architecture needs a rule of its own.
     cost per pair    attention computes products of pairs of tokens. Their number of FLOPs follows from the heads in the
                      config.
-    scans            recurrent layers compute products of states, which are not products with parameters. Their sizes
-                     are read from the modules.
-    cost per value   with images, what the vision tower computes for each value of an image, by the parameters of the
-                     tower (`with_tower`).
+    scans            a recurrent layer carries a state from token to token, in a *scan*. What it computes with the state
+                     is no product with parameters, so it is counted by the sizes of the modules.
+    cost per value   with images, what the vision tower computes for each value (a color of a pixel), by the
+                     parameters of the tower (`with_tower`).
 """
 
 import copy
@@ -56,7 +56,7 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
     """
     text_class, config_part = model_class_of(config, model_class)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    if text_class is None or not hasattr(text, "num_hidden_layers"):
+    if text_class is None or not hasattr(text, "num_hidden_layers"):  # nothing to build, or no stack of layers to count
         return LLAMA_7B
     try:
         model = build_on_meta(text_class, config_part)
@@ -89,11 +89,11 @@ def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
         (text, MODEL_MAPPING),  # the text parts of image models, whose LM head is outside of them
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-        (config, {type(config): model_class}),  # always has the class, so that the search ends here
     )
-    return next(
-        (mapping[type(config_part)], config_part) for config_part, mapping in mappings if type(config_part) in mapping
-    )
+    for config_part, mapping in mappings:
+        if type(config_part) in mapping:
+            return mapping[type(config_part)], config_part
+    return model_class, config
 
 
 def with_tower(
@@ -141,7 +141,7 @@ def with_tower(
             get_peft_model(model, lora, low_cpu_mem_usage=True)  # on the meta device, too
             is_trained = any(parameter.requires_grad for parameter in tower.parameters())
         if not is_trained:
-            tower_costs = TowerCosts(tower_costs.per_value / 3, tower_costs.per_pair / 3)
+            tower_costs = TowerCosts(per_value=tower_costs.per_value / 3, per_pair=tower_costs.per_pair / 3)
         return replace(costs, tower=tower_costs)
     except Exception as error:  # the code of the model may raise any error, or the config has other names
         logger.warning(
@@ -170,6 +170,7 @@ def build_on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # needs no other package, and the parameters are the same
+    # `set_zero3_state` says that the weights are divided already, so transformers does not divide them
     with torch.random.fork_rng(devices=[]), torch.device("meta"), set_zero3_state():
         return model_class(config)
 
@@ -195,11 +196,11 @@ def active_parameters(model: PreTrainedModel) -> float:
         if isinstance(module, nn.Embedding):
             continue
         for parameter in module.parameters(recurse=False):
-            # Some modules hold all experts in one parameter, whose first axis numbers the experts. If the name of the
-            # module says that it holds experts, its share is below 1 already
+            # Some modules hold all experts in one parameter, whose first axis numbers the experts. It gets the share of
+            # experts, unless the module has this share already, by its name
             has_axis_of_experts = parameter.ndim == 3 and len(parameter) == num_experts
-            are_experts = has_axis_of_experts and shares[name] == 1
-            total += parameter.numel() * (expert_share if are_experts else shares[name])
+            share = expert_share if has_axis_of_experts and shares[name] == 1 else shares[name]
+            total += parameter.numel() * share
     return total
 
 
@@ -208,7 +209,8 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
 
     A scan carries a state from token to token, which decays (`A_log`). The costs are the costs of fast kernels, which
     compute it in chunks of tokens. The code of transformers in torch costs more, because it repeats the keys of Mamba-2
-    for each head.
+    for each head. `per_token` and `per_pair` are FLOPs: two for each multiplication with an addition. What is exchanged
+    are the numbers that ranks send each other for a token, with sequence parallelism (`ScanCosts`).
 
     Returns:
         The costs, or None if the module is not a recurrent layer of a known kind.
@@ -225,11 +227,11 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
             layers=1,
             heads=heads,
             kv_heads=groups,
-            per_token=4.0 * heads * head_dim * state_dim,
+            per_token=4.0 * heads * head_dim * state_dim,  # the token is written to the state, and read from it
             chunk=chunk,
             per_pair=2.0 * (groups * state_dim + heads * head_dim),
-            per_head=2 * head_dim + 1,
-            per_kv_head=2 * state_dim,
+            exchanged_per_head=2 * head_dim + 1,  # an input, an output and a time step
+            exchanged_per_kv_head=2 * state_dim,  # a key and a query (B and C)
         )
     is_mamba1 = state_dim is not None and decays.ndim > 1
     if is_mamba1:  # each channel has a state of `state_dim` numbers
@@ -238,14 +240,15 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
             layers=1,
             heads=channels,
             kv_heads=1,
-            # Without the two operations of the decays, which count as parameters. Kernels begin without a state
+            # The token is written to the state, and read from it. The decays are parameters, so `active_parameters`
+            # counts their two operations
             per_token=4.0 * channels * state_dim,
             chunk=1,
             per_pair=0.0,
-            per_head=3,
-            per_kv_head=2 * state_dim,
+            exchanged_per_head=3,  # an input, an output and a time step
+            exchanged_per_kv_head=2 * state_dim,
         )
-    # Linear attention with a delta rule: Gated DeltaNet, or KDA
+    # Linear attention with a delta rule: Gated DeltaNet, or Kimi Delta Attention (KDA)
     heads = value_heads or heads
     key_dim = key_dim or head_dim
     value_dim = value_dim or head_dim
@@ -256,11 +259,12 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
         layers=1,
         heads=heads,
         kv_heads=key_heads or heads,
-        per_token=6.0 * heads * key_dim * value_dim,
+        per_token=6.0 * heads * key_dim * value_dim,  # three products of a token with the state
         chunk=DELTA_CHUNK,
         per_pair=heads * (6.0 * key_dim + 4.0 * value_dim),
-        per_head=2 * value_dim + 1 + 2 * num_decays,  # a decay counts twice, because it is in fp32
-        per_kv_head=2 * key_dim,
+        # A value, an output, the rate of the delta rule, and the decays, which count twice because they are in fp32
+        exchanged_per_head=2 * value_dim + 1 + 2 * num_decays,
+        exchanged_per_kv_head=2 * key_dim,  # a key and a query
     )
 
 

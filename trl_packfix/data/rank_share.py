@@ -1,7 +1,8 @@
 """Cut the batch of a pack into the parts that the ranks of a group hold, for sequence parallelism.
 
 A group is s neighbouring ranks that share one pack of T tokens. The rank with the number i in its group holds the
-tokens from i * T / s to (i + 1) * T / s, its part. A document may begin in one part and end in another part.
+tokens from i * T / s to (i + 1) * T / s, its part. A document may begin in one part and end in another part. The
+*layout* of a batch (`layout.py`) says which tokens of the pack are whose.
 
 Every rank of a group reads all documents of the pack, as a `RankShare`, and makes the whole batch (`PackCollator` in
 `loaders.py`). Then it calls `cut_part`. In the model, the ranks of a group exchange what attention needs of the other
@@ -9,7 +10,7 @@ parts (`attention/exchange.py`).
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..group import ALONE, Group
 from ..layout import LAYOUT_KEY, layout_of
+from ..planning.schedule import Schedule
 from .collator import IGNORE_INDEX
 
 PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")  # entries of a batch with one value per token, (1, T)
@@ -40,6 +42,12 @@ class RankShare(list[Any]):
         """Return `documents` for the same rank and group as `pack`. A plain list belongs to one rank."""
         return cls(documents, pack.group) if isinstance(pack, RankShare) else cls(documents)
 
+    @classmethod
+    def of_schedule(cls, schedule: Schedule, rank: int) -> Iterator["RankShare"]:
+        """Yield the document indices of each micro-batch of one rank, with the group that shares the micro-batch."""
+        for indices, group in zip(schedule.micro_batches(rank), schedule.groups_of_rank(rank), strict=True):
+            yield cls(indices.tolist(), Group(*group))
+
 
 def cut_part(
     batch: dict[str, Any],
@@ -53,7 +61,8 @@ def cut_part(
     Args:
         batch: the batch of the whole pack, with T tokens. T is a multiple of s, the size of the group.
         group: the ranks that share the pack. If this rank is alone, the batch is returned unchanged.
-        labels_only: cut the labels only, because each rank cuts out its part of the other entries inside the model.
+        labels_only: cut the labels only. So it is for packs with images: the model puts them among the tokens, and then
+            each rank cuts out its part inside the model.
         checksum_tensors: returns tensors of the batch to hash, beside its tokens and boundaries, such as images.
 
     Returns:
@@ -64,7 +73,7 @@ def cut_part(
 
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> part = cut_part(whole, Group(size=2, rank=0))
+    >>> part = cut_part(whole, Group(size=2, rank=0))  # the layout counts the trained tokens of 5 6 7, 8 9 and padding
     >>> part["input_ids"].tolist(), part["shift_labels"].tolist(), part["layout"].trained.tolist()
     ([[5, 6, 7]], [[6, 7, -100]], [2, 1, 0])
     """
@@ -73,7 +82,7 @@ def cut_part(
     labels = batch["labels"]
     layout = layout_of(batch)
     num_tokens = labels.shape[1]
-    rows = group.rows(num_tokens)
+    rows = group.rows(num_tokens)  # the slice of the tokens that are the part of this rank
     # Labels are shifted before the cut, because the label of the last token of a part lies in the next part
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
@@ -86,6 +95,7 @@ def cut_part(
     names = ("labels",) if labels_only else PER_TOKEN
     cut_entries = {name: batch[name][:, rows].contiguous() for name in names}
     cut_entries["shift_labels"] = shifted[:, rows].contiguous()
+    # The layout gets, for each token of the whole pack, whether its next token is trained, shape (1, T)
     part_layout = layout.cut_to_part(rows, shifted != IGNORE_INDEX)
     cut_entries[LAYOUT_KEY] = replace(part_layout, group=group, num_tokens=num_tokens, checksum=checksum)
     return batch | cut_entries

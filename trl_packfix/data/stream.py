@@ -37,7 +37,6 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..group import Group
 from ..planning.packing import REPLANNED_SETTINGS, ChangedSettings, Packing, compare_settings, describe_changes
 from ..planning.packs import PackPlan
 from ..planning.schedule import NO_DOCUMENTS
@@ -302,12 +301,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         schedule = packing.schedule(plan, units, num_steps=1)
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
-        rank = self.rank % self.ranks_reading
-        micro_batches = []
-        for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.groups_of_rank(rank), strict=True):
-            micro_batch = (dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist())
-            micro_batches.append(RankShare(micro_batch, Group(degree, index)))
-        return micro_batches
+        rank = self.rank % self.ranks_reading  # the number of this rank among those that read the same parts
+        return [
+            RankShare.like(indices, (dummy if i == NO_DOCUMENTS else documents[i] for i in indices))
+            for indices in RankShare.of_schedule(schedule, rank)
+        ]
 
     def _arriving_lengths(self) -> Iterator[int]:
         """Yield the number of tokens of each document: first of the documents that wait already, then as they arrive.

@@ -2,19 +2,19 @@
 
 `schedule.py` and `degrees.py` call this module with the packs of one step, and put the balanced packs into the
 schedule. The step keeps its units; only which of them share a pack changes. A *slot* is the place of one pack: one of
-the G micro-batches of the step on one of the W ranks. A *micro-step* is the micro-batches of the same number on all
-ranks. Ranks wait for each other after each micro-step (synchronisation "micro": ZeRO-2, ZeRO-3, FSDP) or only after the
-last one ("step": DDP, ZeRO-1).
-
-Full packs differ only in the cost of attention, and most of this cost comes from long documents. Long documents are
-dealt first, by their *excess*: their cost above the cost of short documents with as many tokens. The short documents
-fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity. At last, such a
-slot and a slot with room divide the shortest documents of both anew, until no slot is above its capacity.
+the G micro-batches of the step on one of the W ranks. A *micro-step* is the micro-batches that all ranks compute at
+the same time. Ranks wait for each other after each micro-step (synchronisation "micro": ZeRO-2, ZeRO-3, FSDP) or only
+after the last one ("step": DDP, ZeRO-1).
 
 A *unit* is what planning packs: a document, or a family of documents that begin alike. It has a *row* for each of its
-tokens, and families have a row once for all documents that share it. `deal_documents` and `_Slots` call every unit a
-document, and its rows tokens. Where several ranks share a pack (`bins.degree`, their number), W counts groups of such
-ranks, and a "rank" below is a group.
+tokens, and families have a row once for all documents that share it. Full packs differ only in the cost of attention,
+and most of this cost comes from long units. Long units are dealt first, by their *excess*: their cost above the cost of
+short units with as many rows. The short units fill the remaining room. A full step has no row to spare, so a slot may
+end up above its capacity. Finally the shortest units of such a slot and of a slot with room are divided between the two
+anew, until no slot is above its capacity.
+
+Where several ranks share a pack (`bins.degree`, their number), W counts groups of such ranks, and a "rank" below is a
+group.
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
@@ -29,15 +29,15 @@ from .units import Bins, Units
 
 FEW_UNITS = 4  # fewer units per slot are not dealt anew, since they hardly ever fit another way
 GOOD_ENOUGH_RATIO = 1.002  # packs that take at most this many times the mean cost of a rank stay as they are
-# The dearest documents are dealt first, as *long* ones. The others are *short*, and fill the remaining room. There are
-# as many long documents as documents of more than capacity / SHORT_DIVISOR tokens, or fewer, so that short documents
-# have at least FILLING_SHARE of all tokens.
+# The most costly units are called *long* and are dealt first. The others are *short*, and fill the remaining room. The
+# number of long units is the number of units with more than capacity / SHORT_DIVISOR rows. It is lower if the short
+# units would otherwise have less than FILLING_SHARE of all rows.
 SHORT_DIVISOR = 32
 FILLING_SHARE = 1 / 4
-# A document goes to a slot in which capacity / SPARE_DIVISOR tokens stay free. Only the last documents, which find no
-# such slot, use this room, and go to the slot with most of it.
+# A unit goes to a slot in which capacity / SPARE_DIVISOR rows stay free. Only the last units, which find no such slot,
+# use this room, and go to the slot with most of it.
 SPARE_DIVISOR = 32
-NUM_DIVIDED_TOGETHER = (4, 6, 8, 12, 16, 24)  # how many shortest documents of each slot are divided anew, in turn
+NUM_DIVIDED_TOGETHER = (4, 6, 8, 12, 16, 24)  # how many shortest units of each slot are divided anew: tried in turn
 NUM_PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
 
 
@@ -45,8 +45,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     """Deal the units of `packs` to the S slots with the least modelled time that is found.
 
     The order of the packs is balanced first. If ranks still wait, the units are dealt anew. Where this does not help,
-    the packs stay as they are: units that fill their packs exactly cannot always be dealt another way, least of all a
-    few long ones.
+    the packs stay as they are: units that fill their packs exactly cannot always be dealt another way.
 
     Args:
         packs: numbers of the units in each pack; at most S packs, none above the capacity.
@@ -60,7 +59,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     >>> packs = [np.array([0, 1]), np.array([4]), np.array([2, 3]), np.array([5])]
     >>> units = Units(np.array([60, 40, 50, 50, 100, 100]), CostModel(per_token=1.0, per_pair=1.0))
     >>> bins = Bins(capacity=100, accumulation=2, world_size=2)
-    >>> [pack.tolist() for pack in balance_packs(packs, units, bins)]  # the two dearest packs share a micro-step
+    >>> [pack.tolist() for pack in balance_packs(packs, units, bins)]  # the two most costly packs share a micro-step
     [[4], [5], [0, 1], [2, 3]]
     """
     num_slots = bins.num_slots
@@ -79,13 +78,13 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
 
     unit_costs = units.costs(bins.degree)  # FLOPs of each unit, on all ranks of a group together
     pack_costs = np.array([unit_costs[pack].sum() for pack in packs])
-    # 1. Order the packs. With the dearest ones first, the packs of a micro-step have similar costs, which is the best
-    # order for "micro". For "step", packs are dealt to ranks, and slot i gets pack i // W of rank i % W.
+    # 1. Order the packs. With the most costly ones first, the packs of a micro-step have similar costs, which is the
+    # best order for "micro". For "step", packs are dealt to ranks, and slot i gets pack i // W of rank i % W.
     best_order = np.arange(num_slots)
     best_time = modelled_time(pack_costs)
     order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
-        # Here a pack is dealt as a unit of one row, and a rank is a pack with room for G such rows.
+        # `least_loaded` deals units to packs. Here it deals packs to ranks, each of which has room for G packs.
         packs_of_ranks = least_loaded(
             rows=np.ones_like(order), costs=pack_costs[order], num_packs=world_size, capacity=accumulation
         )
@@ -100,7 +99,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     is_good_enough = best_time <= GOOD_ENOUGH_RATIO * costs.sum() / world_size
     if is_good_enough or len(members) < FEW_UNITS * num_slots:
         return [packs[i] for i in best_order]
-    dealt = deal_documents(
+    dealt = deal_units(
         units.rows[members],
         costs,
         capacity=bins.capacity,
@@ -111,7 +110,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     dealt_costs = np.array([costs[pack].sum() for pack in dealt])
     order = np.arange(num_slots) if by_rank else np.argsort(-dealt_costs, kind="stable")
     is_faster = modelled_time(dealt_costs[order]) < best_time
-    if is_faster and all(map(len, dealt)):  # no slot is left without a document
+    if is_faster and all(map(len, dealt)):  # a rank would compute a dummy document in a slot without units
         dealt_packs = [members[dealt[i]] for i in order]
         if bins.fits(dealt_packs, units):  # no pack is above the capacity
             return dealt_packs
@@ -121,10 +120,10 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
 def least_loaded(
     rows: Int64Array, costs: Int64Array | Float64Array, num_packs: int, *, capacity: int
 ) -> list[Int64Array]:
-    """Put each unit, in the order given, into the pack with the least cost that has room (Graham 1969).
+    """Put each unit, in the given order, into the pack of least cost that has room (list scheduling, Graham 1969).
 
     Args:
-        rows: rows of each unit, longest first, shape (U,).
+        rows: rows of each unit, longest first or all equal, shape (U,).
         costs: cost of each unit, shape (U,).
         num_packs: number of packs.
         capacity: most rows of a pack.
@@ -168,7 +167,7 @@ def even_targets(packs: list[Int64Array], units: Units, num_packs: int, *, bins:
     # Two ways to deal the units anew, in which trained tokens take the place of costs
     dealt_anew = [
         least_loaded(rows, costs=targets, num_packs=num_packs, capacity=bins.capacity),
-        deal_documents(
+        deal_units(
             rows,
             targets.astype(float),
             capacity=bins.capacity,
@@ -183,74 +182,76 @@ def even_targets(packs: list[Int64Array], units: Units, num_packs: int, *, bins:
             candidates.append(dealt_packs)
 
     def spread(candidate: list[Int64Array]) -> int:
+        """Return the trained tokens of the pack with most minus those of the pack with fewest."""
         sums = [int(units.targets[pack].sum()) for pack in candidate]  # type: ignore[index]  # asserted above
         return max(sums) - min(sums)
 
     return min(candidates, key=spread)
 
 
-def deal_documents(
-    lengths: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
+def deal_units(
+    rows: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
 ) -> list[Int64Array]:
-    """Deal documents to the slots of a step by cost.
+    """Deal units to the slots of a step by cost.
 
-    A micro-step takes as long as its dearest slot. If one document has more than an even share of all excess, the other
-    ranks of its micro-step wait for it, so further long documents in their slots take no time. These slots are filled
-    up to the excess of this document. For example, a document of excess 9 shares its micro-step with a slot of 4 + 4.
-    All other documents go where there is least excess.
+    A micro-step takes as long as its most costly slot. If one unit has more than an even share of all excess, the other
+    ranks of its micro-step wait for it. Further long units in the slots of these ranks take no time, until their excess
+    is the excess of this unit. For example, a unit of excess 9 shares its micro-step with a slot that has units of
+    excess 4 and 4. All other units go where there is least excess.
 
     A *group* is the slots whose costs add up between two waits: one slot or, with `by_rank`, all slots of a rank.
 
     Args:
-        lengths: tokens of each document, shape (N,).
-        cost: cost of each document, shape (N,).
-        capacity: most tokens of a slot.
+        rows: rows of each unit, shape (U,).
+        cost: cost of each unit, shape (U,).
+        capacity: most rows of a slot.
         world_size: W, the number of ranks.
         num_slots: S, the number of slots of the step, a multiple of W.
         by_rank: whether ranks wait for each other only after the last micro-step.
 
     Returns:
-        The indices of the documents in each slot. If no way is found in which they fit, a slot is above the capacity.
+        The indices of the units in each slot. If no way is found in which they fit, a slot is above the capacity.
 
-    >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
-    >>> cost = lengths + lengths**2.0
-    >>> packs = deal_documents(lengths, cost, capacity=100, world_size=2, num_slots=4, by_rank=False)
-    >>> [lengths[pack].tolist() for pack in packs]  # two micro-steps of two ranks
+    >>> rows = np.array([100, 60, 60, 40, 10, 10, 10, 10])
+    >>> cost = rows + rows**2.0
+    >>> packs = deal_units(rows, cost, capacity=100, world_size=2, num_slots=4, by_rank=False)
+    >>> [rows[pack].tolist() for pack in packs]  # two micro-steps of two ranks; the first waits for the 100
     [[100], [60, 40], [60], [10, 10, 10, 10]]
     """
-    # 1. Divide the documents into long and short ones, by cost and not by length: a short document with large images
-    # costs as much as a long one.
-    dearest_first = np.argsort(-cost, kind="stable")
-    tokens = np.cumsum(lengths[dearest_first])
+    # 1. Divide the units into long and short ones, by cost and not by rows: a short document with large images costs
+    # as much as a long one.
+    costly_first = np.argsort(-cost, kind="stable")
+    total_rows = np.cumsum(rows[costly_first])  # rows of each unit and of all more costly ones
     num_long = min(
-        (lengths * SHORT_DIVISOR > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING_SHARE))
+        (rows * SHORT_DIVISOR > capacity).sum(), np.searchsorted(total_rows, total_rows[-1] * (1 - FILLING_SHARE))
     )
-    long = dearest_first[:num_long].tolist()
-    short = dearest_first[num_long:].tolist()
-    # 2. Compute the excess. In a full step a long document takes the place of short ones, so only what it costs more is
+    long = costly_first[:num_long].tolist()
+    short = costly_first[num_long:].tolist()
+    # 2. Compute the excess. In a full step a long unit takes the place of short ones, so only what it costs more is
     # excess. Where there is room, its whole cost is excess.
-    has_room = tokens[-1] < (1 - 1 / SPARE_DIVISOR) * num_slots * capacity
-    short_cost_per_token = 0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)
-    excess = cost - short_cost_per_token * lengths
+    has_room = total_rows[-1] < (1 - 1 / SPARE_DIVISOR) * num_slots * capacity
+    short_cost_per_row = 0 if has_room else cost[short].sum() / max(rows[short].sum(), 1)
+    excess = cost - short_cost_per_row * rows
     excess[long] = np.maximum(excess[long], 0)
-    # 3. Deal the long documents, first to micro-steps that wait for one very long document.
-    slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE_DIVISOR)
+    # 3. Deal the long units, first to micro-steps that wait for one very long unit.
+    slots = _Slots(rows, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE_DIVISOR)
     num_groups = world_size if by_rank else num_slots
     groups = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
     open_groups = groups
     while not by_rank and len(open_groups) > world_size and long:
-        if excess[long[0]] * len(open_groups) <= excess[long].sum():  # the dearest has at most an even share
+        # `long[0]` is the most costly unit that is not dealt. Stop once it has at most an even share of the excess
+        if excess[long[0]] * len(open_groups) <= excess[long].sum():
             break
         slots_of_micro_step = open_groups[:world_size]  # without `by_rank`, each group is one slot
         long = slots.deal_to_groups(long, slots_of_micro_step, limit=excess[long[0]])
         open_groups = open_groups[world_size:]
     slots.deal_to_groups(long, open_groups)
-    # 4. Deal the short documents: first where one or two of them fill a slot, then to slots that end before the dearest
+    # 4. Deal the short units: first where one or two of them fill a slot, then to slots that end before the most costly
     # slot of their micro-step, where they take no time, and then evenly.
     short = slots.fill_slots_exactly(short)
     if has_room and not by_rank:
-        loads = np.array([excess[documents].sum() for documents in slots.documents])
-        # The caller will order the packs dearest first, so slots of similar load become one micro-step.
+        loads = np.array([excess[units].sum() for units in slots.units])  # the excess of each slot
+        # The caller will order the packs, the most costly first, so slots of similar load become one micro-step.
         for micro_step in np.argsort(-loads, kind="stable").reshape(-1, world_size).tolist():
             short = slots.deal_to_groups(short, [[slot] for slot in micro_step], limit=loads[micro_step[0]])
     slots.deal_to_groups(short, groups)
@@ -260,104 +261,102 @@ def deal_documents(
 
 
 class _Slots:
-    """The documents of each slot, and the room that each slot still has.
+    """The units of each slot, and the room that each slot still has.
 
-    `documents` has the indices of the documents in each slot, about longest first. `room` is the number of tokens that
-    still fit, below 0 for a slot above its capacity.
+    `units` has the indices of the units in each slot, in the order in which they were dealt, so the shortest are at the
+    end or near to it. `room` is the number of rows that still fit, below 0 for a slot above its capacity.
 
     Args:
-        lengths: tokens of each document, shape (N,).
-        costs: cost of each document by which slots are balanced, such as its excess, shape (N,).
-        capacity: most tokens of a slot.
+        rows: rows of each unit, shape (U,).
+        costs: cost of each unit by which slots are balanced, such as its excess, shape (U,).
+        capacity: most rows of a slot.
         num_slots: number of slots.
-        spare: tokens of room that must be left in a slot when a document is dealt to it, except for a document with
-            more than `capacity - spare` tokens.
+        spare: rows of room that must be left in a slot when a unit is dealt to it, except for a unit with more than
+            `capacity - spare` rows.
     """
 
     def __init__(
-        self, lengths: Int64Array, costs: Int64Array | Float64Array, *, capacity: int, num_slots: int, spare: int
+        self, rows: Int64Array, costs: Int64Array | Float64Array, *, capacity: int, num_slots: int, spare: int
     ):
-        self.lengths = lengths.tolist()
+        self.rows = rows.tolist()
         self.costs = costs.tolist()
         self.capacity = capacity
         self.spare = spare
         self.room = [capacity] * num_slots
-        self.documents: list[list[int]] = [[] for _ in range(num_slots)]
+        self.units: list[list[int]] = [[] for _ in range(num_slots)]
 
     def packs(self) -> list[Int64Array]:
-        """Return the indices of the documents in each slot."""
-        return [np.array(documents, dtype=np.int64) for documents in self.documents]
+        """Return the indices of the units in each slot."""
+        return [np.array(units, dtype=np.int64) for units in self.units]
 
-    def put_document(self, document: int, slot: int) -> None:
-        """Put a document into a slot, which may have no room for it."""
-        self.documents[slot].append(document)
-        self.room[slot] -= self.lengths[document]
+    def put_unit(self, unit: int, slot: int) -> None:
+        """Put a unit into a slot, which may have no room for it."""
+        self.units[slot].append(unit)
+        self.room[slot] -= self.rows[unit]
 
-    def deal_to_groups(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
-        """Deal each document to the group of slots with the least cost that has room.
+    def deal_to_groups(self, units: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
+        """Deal each unit to the group of slots with the least cost that has room.
 
-        Without `limit`, a document that fits nowhere goes to the group with most room, so a slot may end above its
+        Without `limit`, a unit that fits nowhere goes to the group with most room, so a slot may end above its
         capacity.
 
         Args:
-            documents: documents in the order in which they are dealt, about longest first.
+            units: units in the order in which they are dealt, which is by rows or by cost.
             groups: the slots of each group.
             limit: most cost of a group.
 
         Returns:
-            The documents that are not dealt, because a group would have more cost than `limit`, or because there is a
-            limit and no group has room.
+            The units that are not dealt, because a group would have more cost than `limit`, or because there is a limit
+            and no group has room.
         """
         not_dealt: list[int] = []
         # Each group is in one of two heaps: in `heap`, least load first, or in `full`, most room first.
-        # `heap` has (load, group); the load of a group is the cost of its documents.
-        heap = [(sum([self.costs[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
+        # `heap` has (load, group); the load of a group is the cost of its units.
+        heap = [(sum([self.costs[unit] for slot in group for unit in self.units[slot]]), group) for group in groups]
         heapq.heapify(heap)
-        # `full` has (-room, load, group): groups without room for an earlier document. They come back for shorter ones.
+        # `full` has (-room, load, group): groups without room for an earlier unit. They come back for shorter ones.
         full: list[tuple[int, float, list[int]]] = []
-        for document in documents:
-            wanted_room = min(self.lengths[document] + self.spare, self.capacity)
+        for unit in units:
+            wanted_room = min(self.rows[unit] + self.spare, self.capacity)
             while full and -full[0][0] >= wanted_room:
                 heapq.heappush(heap, heapq.heappop(full)[1:])
             while heap and max([self.room[slot] for slot in heap[0][1]]) < wanted_room:
                 load, group = heapq.heappop(heap)
                 heapq.heappush(full, (-max([self.room[slot] for slot in group]), load, group))
-            load, group = heap[0] if heap else full[0][1:]
-            load += self.costs[document]
-            if load > limit or (limit < np.inf and not heap):
-                not_dealt.append(document)
+            if not heap and limit == np.inf:  # no group has room, so take the one with most
+                heapq.heappush(heap, heapq.heappop(full)[1:])
+            if not heap or heap[0][0] + self.costs[unit] > limit:
+                not_dealt.append(unit)
                 continue
-            if heap:
-                heapq.heappop(heap)
-            else:
-                heapq.heappop(full)
-            self.put_document(document, max(group, key=self.room.__getitem__))
-            heapq.heappush(heap, (load, group))
+            load, group = heap[0]
+            heapq.heapreplace(heap, (load + self.costs[unit], group))
+            self.put_unit(unit, max(group, key=self.room.__getitem__))
         return not_dealt
 
     def fill_slots_exactly(self, short: list[int]) -> list[int]:
-        """Fill slots with little room exactly, each by one or two documents.
+        """Fill slots with little room exactly, each by one or two units.
 
         Args:
-            short: short documents.
+            short: short units.
 
         Returns:
-            The documents that are not used, in the same order.
+            The units that are not used, in the same order.
         """
-        longest = max([self.lengths[document] for document in short], default=0)
-        waiting = WaitingDocuments(longest)  # documents by length; `exact_fill` finds one or two that sum to a room
+        longest = max([self.rows[unit] for unit in short], default=0)
+        # The units by their rows, here called documents; `exact_fill` finds the rows of one or two that sum to a room
+        waiting = WaitingDocuments(longest)
         unused = dict.fromkeys(short)
-        for document in short:
-            waiting.add(document, self.lengths[document])
+        for unit in short:
+            waiting.add(unit, self.rows[unit])
         for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
-            for length in waiting.exact_fill(self.room[slot], longest):
-                document = waiting.pop_oldest(length)
-                unused.pop(document)
-                self.put_document(document, slot)
+            for rows in waiting.exact_fill(self.room[slot], longest):
+                unit = waiting.pop_oldest(rows)
+                unused.pop(unit)
+                self.put_unit(unit, slot)
         return list(unused)
 
     def relieve_slots(self) -> None:
-        """Divide documents between pairs of slots until no slot is above its capacity, or no division helps.
+        """Divide units between pairs of slots until no slot is above its capacity, or no division helps.
 
         A slot above its capacity is relieved by a *partner*, one of the slots with most room.
         """
@@ -365,7 +364,7 @@ class _Slots:
         heapq.heapify(with_room)
         for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
             while self.room[slot] < 0:
-                # Try partners until one of them takes tokens from this slot.
+                # Try partners until one of them takes rows from this slot.
                 partners: list[int] = []
                 is_relieved = False
                 while not is_relieved:
@@ -378,46 +377,47 @@ class _Slots:
                         heapq.heappush(with_room, (-self.room[changed], changed))
 
     def divide_pair(self, slot: int, partner: int) -> bool:
-        """Divide the shortest documents of two slots anew.
+        """Divide the shortest units of two slots anew.
 
-        Afterwards `slot` has fewer tokens above its capacity, or none, and `partner` is within its capacity.
+        Afterwards `slot` has fewer rows above its capacity, or none, and `partner` is within its capacity.
 
         Returns:
             Whether such a division was found. If not, nothing changes.
         """
-        # 1. Find all sums of tokens that `slot` can get, first with few documents. They are the bits of one integer:
-        # Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7.
+        # 1. Find all numbers of rows that `slot` can get if some of these units go to it. First try with few units. The
+        # numbers are the bits of one integer: Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7.
         for num_divided in NUM_DIVIDED_TOGETHER:
-            pools = [self.documents[either][-num_divided:] for either in (slot, partner)]
-            slot_lengths, partner_lengths = ([self.lengths[d] for d in pool] for pool in pools)
-            # With `low` to `high` tokens for `slot`, neither slot is above its capacity. If both together have too
-            # many tokens, there is no such number (low > high). Then `slot` must at least lose a token.
-            low = sum(slot_lengths) - self.room[partner]
-            high = sum(slot_lengths) + self.room[slot]
+            pools = [self.units[either][-num_divided:] for either in (slot, partner)]
+            slot_rows, partner_rows = ([self.rows[unit] for unit in pool] for pool in pools)
+            # With `low` to `high` rows for `slot`, neither slot is above its capacity. If both together have too many
+            # rows, there is no such number (low > high). Then `slot` must at least lose a row.
+            low = sum(slot_rows) - self.room[partner]
+            high = sum(slot_rows) + self.room[slot]
             if low > high:
-                high = sum(slot_lengths) - 1
+                high = sum(slot_rows) - 1
             low = max(low, 0)
-            sums = [1]  # after i documents, bit n of sums[i] is set if some of them have n tokens together
-            for length in slot_lengths + partner_lengths:
-                sums.append(sums[-1] | sums[-1] << length)
+            sums = [1]  # after i units, bit n of sums[i] is set if some of them have n rows together
+            for rows in slot_rows + partner_rows:
+                sums.append(sums[-1] | sums[-1] << rows)
             num_wanted = max(high - low + 1, 0)
-            reachable = (sums[-1] >> low) & ((1 << num_wanted) - 1)  # bit n: `slot` can get low + n tokens
+            reachable = (sums[-1] >> low) & ((1 << num_wanted) - 1)  # bit n: `slot` can get low + n rows
             if reachable:
                 break
         else:
             return False
-        # 2. `slot` gets the smallest of these sums, the lowest bit. Take the divided documents from both slots.
-        tokens = low + (reachable & -reachable).bit_length() - 1
+        # 2. `slot` gets the smallest of these numbers, the lowest bit. Take the divided units from both slots.
+        wanted_rows = low + (reachable & -reachable).bit_length() - 1
         for either in (slot, partner):
-            self.room[either] += sum([self.lengths[d] for d in self.documents[either][-num_divided:]])
-            del self.documents[either][-num_divided:]
-        # 3. Go back through the sums: a document goes to `partner` if the documents before it can have this sum alone.
-        for document, sums_before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
-            if sums_before >> tokens & 1:
-                self.put_document(document, partner)
+            self.room[either] += sum([self.rows[unit] for unit in self.units[either][-num_divided:]])
+            del self.units[either][-num_divided:]
+        # 3. Go back through the units. If the units before this one can have the wanted rows without it, it goes to
+        # `partner`. Otherwise it goes to `slot`, and the units before it have to make up the remaining rows.
+        for unit, sums_before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
+            if sums_before >> wanted_rows & 1:
+                self.put_unit(unit, partner)
             else:
-                self.put_document(document, slot)
-                tokens -= self.lengths[document]
+                self.put_unit(unit, slot)
+                wanted_rows -= self.rows[unit]
         for either in (slot, partner):
-            self.documents[either].sort(key=self.lengths.__getitem__, reverse=True)
+            self.units[either].sort(key=self.rows.__getitem__, reverse=True)
         return True

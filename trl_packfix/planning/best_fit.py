@@ -25,7 +25,7 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     """Pack documents by best-fit decreasing.
 
     Args:
-        lengths: tokens of each document, at least 1, shape (N,).
+        lengths: tokens of each document, at least 1, shape (N,), N > 0.
         capacity: most tokens of a pack, at least the longest length.
         rng: draws the order of the packs, and exchanges documents of equal length. Without it, packs are in the order
             in which they are opened.
@@ -33,8 +33,6 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     >>> best_fit_decreasing(np.array([2, 5, 3, 4]), capacity=7)
     (array([1, 0, 3, 2]), array([2, 2]))
     """
-    if len(lengths) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     longest = int(lengths.max())
     # 1. Sort the documents, longest first. numpy sorts 16-bit keys by counting, in linear time.
     key = (longest - lengths).astype(np.uint16 if longest < 2**16 else np.int64)
@@ -147,8 +145,6 @@ def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> P
 
 
 def by_earliest(members: Int64Array, sizes: Int64Array) -> Packs:
-    """Return the packs in the order of the smallest document number in each."""
-    if len(sizes) == 0:
-        return members, sizes
+    """Return the packs, of which there is at least one, in the order of the smallest document number in each."""
     earliest = np.minimum.reduceat(members, np.cumsum(sizes) - sizes)
     return select_packs(members, sizes, np.argsort(earliest))

@@ -4,10 +4,10 @@
 ranks by it (`units.py`, `balance.py`), and reports and logs count FLOPs by it.
 
 In the weight matrices of the model, every token costs the same. In attention, every pair of tokens that see each other
-costs two products: query times key, and weight times value. So a document of n tokens costs
-`per_token * n + per_pair * n (n + 1) / 2`, and a pack costs the sum of its documents. Costs are FLOPs of one forward
-pass, in which a multiplication and an addition are two. A backward pass takes about twice as many, in matrices and in
-attention. Only ratios of costs decide anything.
+costs two products of vectors: the query with the key, and the attention weight with the value. So a document of n
+tokens costs `per_token * n + per_pair * n (n + 1) / 2`, and a pack costs the sum of its documents. Costs are FLOPs of
+one forward pass, in which a multiplication and an addition are two. A backward pass takes about twice as many, in
+matrices and in attention. So it changes no decision of planning, for which only ratios of costs matter.
 
 A *scan* is what a recurrent layer (Mamba, linear attention) has in place of attention: a state is carried from token to
 token. With sequence parallelism, ranks that share a pack *exchange* tokens for heads before and after attention or a
@@ -17,7 +17,7 @@ Images cost what the vision tower computes for them. In the tower, every image, 
 its own, in which all patches see each other.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ Numbers = TypeVar("Numbers", npt.NDArray[Any], "Tensor")
 class HeadCounts(NamedTuple):
     """The attention layers with equal heads: how many there are, and the size of their heads.
 
-    `degrees.py` computes from it what ranks send to each other.
+    `degrees.py` computes from it how many numbers ranks exchange.
     """
 
     layers: int  # number of such layers
@@ -56,10 +56,10 @@ class ScanCosts(NamedTuple):
     per_token: float  # FLOPs of one token with the states of one layer
     chunk: int  # tokens of a chunk
     per_pair: float  # FLOPs of a pair of tokens of one chunk in one layer
-    # Two counts of the numbers that ranks exchange for one token of one layer, before and after the scan together. A
-    # number in fp32 counts as two, because it has twice the bytes of the other numbers
-    per_head: int  # exchanged numbers of each value head
-    per_kv_head: int  # exchanged numbers of each key head
+    # How many numbers ranks exchange for one token of one layer, before and after the scan together. They are traffic,
+    # not FLOPs. A number in fp32 counts as two, because it has twice the bytes of the other numbers
+    exchanged_per_head: int  # numbers for each value head
+    exchanged_per_kv_head: int  # numbers for each key head
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ class CostModel:
 
     per_token: float  # FLOPs of one token in all matrices, LM head included
     per_pair: float  # FLOPs of a pair of tokens in all layers with full causal attention
-    # (window, FLOPs of one pair) for layers in which a token sees at most `window` tokens, itself included. The states
-    # of scans are a window of 1: each token pairs with itself only.
+    # (window, FLOPs of one pair) for layers in which a token sees at most `window` tokens, itself included. A scan
+    # updates the state once for each token. This is entered as a window of 1, which has one pair for each token.
     windows: tuple[tuple[int, float], ...] = ()
     # (chunk, FLOPs of one pair) for layers in which a token sees only tokens of its own chunk of `chunk` tokens
     chunks: tuple[tuple[int, float], ...] = ()
-    # What ranks exchange with sequence parallelism: of the layers with attention, and of the layers with a scan. Cost
-    # models with equal FLOPs are equal, whatever is exchanged.
+    # The heads of the layers with attention, and of the layers with a scan. With sequence parallelism ranks exchange
+    # tokens for these heads. They are not compared: cost models with equal FLOPs are equal.
     attention: tuple[HeadCounts, ...] = field(default=(), compare=False)  # (): heads are not known
     mixers: tuple[ScanCosts, ...] = field(default=(), compare=False)  # (): no layer has a scan
     tower: TowerCosts = TowerCosts(0.0, 0.0)  # zero without a vision tower, or if its costs cannot be counted
@@ -116,9 +116,10 @@ class CostModel:
 
         The cost is the cost on all ranks together. Heads that cannot be divided evenly cost as if every rank had as
         many heads as the rank with most. For example, of 28 heads on 8 ranks some ranks have 4, which take 8/7 of the
-        mean time.
+        mean time. The cost per token stays, because in matrices each rank computes an equal number of tokens.
         """
-        layers = self.attention or self.mixers  # scans decide only if the model has no attention that is known
+        # One factor stands for all layers: the factor of attention, or of scans in a model without attention
+        layers = self.attention or self.mixers
         unevenness = max((-(-kind.heads // degree) * degree / kind.heads for kind in layers), default=1.0)
         if unevenness == 1:
             return self
@@ -160,9 +161,9 @@ In a document of 50,400 tokens, attention costs as much as the matrices.
 _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
 # Kinds of layers with an *indexer*, which scores every pair of tokens by heads of its own, to select the tokens that
-# are seen. A head of the indexer needs `index_head_dim` products for the score of a pair. The value is the number of
-# further products: 1 if each score is multiplied by a weight of its head, to add up the scores of all heads, else 0.
-_SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
+# are seen. A head of the indexer needs `index_head_dim` multiplications for the score of a pair. The value says how
+# many it needs in addition: 1 if its score is multiplied by a weight of the head before the scores of heads are summed.
+_SCORE_WEIGHTS = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
 def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
@@ -178,12 +179,13 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         per_token: FLOPs of one token in all matrices.
     """
     full_pair_cost = 0.0  # FLOPs of a pair of tokens in all layers in which every token sees all tokens before it
-    windows: dict[int, float] = {}
-    chunks: dict[int, float] = {}
+    windows: defaultdict[int, float] = defaultdict(float)
+    chunks: defaultdict[int, float] = defaultdict(float)
     heads: Counter[tuple[int, int, int, int]] = Counter()  # (query heads, key heads, key dim, value dim) -> layers
     kinds = _layer_kinds(config)
     num_heads = getattr(config, "num_attention_heads_per_layer", None) or [None] * len(kinds)
     indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)  # "shared": no scores of its own
+    # A list may be longer than the model is deep, with entries for layers that only predict further tokens
     for layer, kind, layer_heads, indexer in zip(config.per_layer_config, kinds, num_heads, indexers, strict=False):
         if kind in _WITHOUT_PAIRS:
             continue
@@ -192,8 +194,8 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         query_heads, _, key_dim, value_dim = head_sizes
         pair_cost = 2.0 * query_heads * (key_dim + value_dim)
         score_cost = 0.0  # FLOPs of a pair in the indexer
-        if kind in _SUMS_OF_SCORES and indexer != "shared":
-            num_products = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
+        if kind in _SCORE_WEIGHTS and indexer != "shared":
+            num_products = getattr(layer, "index_head_dim", 0) + _SCORE_WEIGHTS[kind]
             score_cost = 2.0 * getattr(layer, "index_n_heads", 0) * num_products
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
         # Configs have a `sliding_window` even for layers that see all tokens.
@@ -203,11 +205,12 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
             full_pair_cost += (pair_cost + score_cost) / rate
         else:
             full_pair_cost += score_cost  # the indexer scores every pair
-        # Then add the attention to single tokens. Without window and chunks, each token sees all tokens before it.
+        # Then add the attention to single tokens. Without window and chunks, each token sees all tokens before it, with
+        # compression in addition to the merged ones.
         if window:
-            windows[window] = windows.get(window, 0) + pair_cost
+            windows[window] += pair_cost
         elif kind == "chunked_attention":
-            chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair_cost
+            chunks[layer.attention_chunk_size] += pair_cost
         else:
             full_pair_cost += pair_cost
     return CostModel(
@@ -226,17 +229,18 @@ def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
         costs: the cost model without scans.
         mixers: all scans of the model.
 
-    >>> scan = ScanCosts(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
     >>> import numpy as np
+    >>> exchanged = {"exchanged_per_head": 1, "exchanged_per_kv_head": 1}
+    >>> scan = ScanCosts(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, **exchanged)
     >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))(np.array([1, 3])).tolist()  # pairs of chunks: 1, 3 + 1
     [22.0, 68.0]
     """
-    windows = dict(costs.windows)
-    chunks = dict(costs.chunks)
+    windows = defaultdict(float, costs.windows)
+    chunks = defaultdict(float, costs.chunks)
     for scan in mixers:
-        windows[1] = windows.get(1, 0.0) + scan.layers * scan.per_token
+        windows[1] += scan.layers * scan.per_token
         if scan.per_pair:
-            chunks[scan.chunk] = chunks.get(scan.chunk, 0.0) + scan.layers * scan.per_pair
+            chunks[scan.chunk] += scan.layers * scan.per_pair
     return replace(costs, windows=tuple(sorted(windows.items())), chunks=tuple(sorted(chunks.items())), mixers=mixers)
 
 
@@ -258,7 +262,8 @@ def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
     is_square = not isinstance(config.patch_size, list | tuple)
     height, width = (config.patch_size, config.patch_size) if is_square else config.patch_size  # pixels of a patch
     patch_values = 3 * (getattr(config, "temporal_patch_size", None) or 1) * height * width
-    per_pair = 4.0 * hidden_size  # FLOPs of two patches in one layer
+    # FLOPs of two patches in one layer: two products of vectors, with two FLOPs for each dimension
+    per_pair = 4.0 * hidden_size
     full_layers = getattr(config, "fullatt_block_indexes", None)  # the other layers have windows
     if full_layers is not None:
         patches_in_window = (config.window_size / height) ** 2

@@ -75,8 +75,9 @@ class GroupTimes:
             num_values += kind.layers * num_heads * (kind.key_dim + kind.value_dim)
         for scan in self.cost_model.mixers:
             num_layers += scan.layers
-            # `per_head` and `per_kv_head`: numbers that are exchanged for one token and one value head or key head
-            num_values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
+            kv_heads = max(scan.kv_heads, degree)
+            num_per_layer = scan.heads * scan.exchanged_per_head + kv_heads * scan.exchanged_per_kv_head
+            num_values += scan.layers * num_per_layer
         passes = speeds.exchanging_passes  # 3: the forward, the recomputed forward and the backward pass
         per_token = num_values * speeds.bytes_per_value * passes * seconds_per_byte
         return per_token, 2 * passes * num_layers * latency  # a layer exchanges twice, before and after
@@ -156,10 +157,9 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     step = UndividedStep(np.concatenate(packs), units, bins, parallel=parallel)
     degree = parallel.smallest
     accumulation = bins.accumulation
-    # Every group computes a pack in every micro-step, so empty packs follow
-    packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
-    if bins.balance == "none":  # the packs are trained as they are planned
-        return step.make_division(packs, degree)
+    if bins.balance == "none":  # the packs are trained as they are planned, with empty packs for the other groups
+        num_groups = bins.num_slots // degree
+        return step.make_division(packs + [np.zeros(0, np.int64)] * (num_groups - len(packs)), degree)
     fastest = step.divide(step.members, accumulation)
     # The planned packs are a division with degree S, which always fits. If `step` finds a division with degree S by
     # itself, it has compared it with the others. Otherwise compare the planned packs, balanced.

@@ -11,7 +11,7 @@ number of tokens that still fit. An *exact fill* is one or two waiting documents
 `pack_in_windows` is the alternative for packs of few documents: best-fit decreasing in a large window.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -46,7 +46,7 @@ class WaitingDocuments:
         self.longest = longest
         self.num_documents = 0
         self.num_tokens = 0
-        self.positions: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
+        self.positions: defaultdict[int, deque[int]] = defaultdict(deque)  # positions by length, oldest first
         self.present = bytearray(longest + 1)
         self.mirrored = bytearray(longest + 1)
         self.forward = np.frombuffer(self.present, dtype=np.uint8)
@@ -56,11 +56,7 @@ class WaitingDocuments:
         """Add a document that is younger than all waiting documents of its length."""
         self.num_documents += 1
         self.num_tokens += length
-        positions = self.positions[length]
-        if positions is None:
-            positions = deque()
-            self.positions[length] = positions
-        positions.append(position)
+        self.positions[length].append(position)
         self.present[length] = 1
         self.mirrored[self.longest - length] = 1
 
@@ -106,7 +102,7 @@ class WaitingDocuments:
         has_pair = (self.forward[low : high + 1] & partners).tobytes()
         offset = has_pair.find(1)
         # A pair of equal lengths needs two documents of this length.
-        if offset == 0 and 2 * low == gap and len(self.positions[low] or ()) < 2:
+        if offset == 0 and 2 * low == gap and len(self.positions[low]) < 2:
             offset = has_pair.find(1, 1)
         return (low + offset, gap - low - offset) if offset >= 0 else ()
 

@@ -111,6 +111,8 @@ def plan_bfd(
     [1, 0, 3, 2]
     """
     lengths = validate_lengths(lengths, capacity)
+    if not len(lengths):  # no packs
+        return _make_plan(lengths, lengths, lengths, capacity=capacity)
     members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
         members, sizes = by_earliest(members, sizes)  # packs in the order of the smallest document number in each

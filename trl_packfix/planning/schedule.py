@@ -153,8 +153,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
         steps = (even_targets(step, units, num_packs=len(step), bins=bins) for step in steps)
     elif bins.balance == "step":  # the ranks of a step should finish together
         steps = (balance_packs(step, units, bins) for step in steps)
-    no_units = np.zeros(0, np.int64)
-    return _make_schedule((step + [no_units] * (bins.num_slots - len(step)) for step in steps), bins)
+    return _make_schedule(steps, bins)
 
 
 def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins) -> Iterator[list[Int64Array]]:
@@ -213,17 +212,16 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
         return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size)
 
     def packs_of_step(members: Int64Array) -> list[Int64Array]:
-        """Return a pack for each slot of a step with these units."""
+        """Return the packs of a step with these units, at most one for each slot."""
         packs = _few_packs(members, units, bins)
         if bins.evens_targets:
             # As many packs as unpacked training has micro-batches with a document. `even_targets` deals the units of
             # `packs` to them, and returns `packs` where this does not fit
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
-            packs = even_targets(packs, units, num_packs=num_filled, bins=bins)
-            return packs + [members[:0]] * (bins.num_slots - len(packs))
+            return even_targets(packs, units, num_packs=num_filled, bins=bins)
         if bins.balance == "step":
-            # Balance only the micro-batches that have a pack for each rank; the others get single units afterwards
-            filled_micro_batches = len(packs) // bins.world_size
+            # Balance only as many micro-batches as the packs need; the others get single units afterwards
+            filled_micro_batches = -(-len(packs) // bins.world_size)
             packs = balance_packs(packs, units, replace(bins, accumulation=filled_micro_batches))
         return _fill_empty_packs(packs, units.rows, bins.num_slots)
 
@@ -240,7 +238,7 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
         bins: the slots of the step.
 
     Returns:
-        As many packs as best-fit decreasing needs, rounded up to a multiple of the ranks.
+        As many packs as best-fit decreasing needs, and up to a multiple of the ranks if packs are evened out.
     """
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
@@ -261,8 +259,7 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     ]
     if bins.fits(even_packs, units):  # no pack is above the capacity
         return even_packs
-    packs = np.split(longest_first[plan.order], plan.offsets[1:-1])
-    return packs + [members[:0]] * (num_packs - plan.num_packs)
+    return np.split(longest_first[plan.order], plan.offsets[1:-1])
 
 
 def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> list[Int64Array]:
@@ -329,15 +326,17 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> li
 
 
 def _make_schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
-    """Make a schedule of the packs of all steps, one for each slot.
+    """Make a schedule of the packs of all steps. Slots for which a step has no pack are empty.
 
     Step after step, the packs become two arrays, which take less memory than an array for each pack.
     """
-    orders = [np.zeros(0, np.int64)]
+    no_units = np.zeros(0, np.int64)
+    orders = [no_units]
     sizes = [np.zeros(1, np.int64)]
     for packs in steps:
-        orders.append(np.concatenate(packs))
-        sizes.append(np.array([len(pack) for pack in packs], np.int64))
+        orders.append(np.concatenate([no_units, *packs]))
+        sizes.append(np.zeros(bins.num_slots, np.int64))
+        sizes[-1][: len(packs)] = [len(pack) for pack in packs]
     offsets = np.concatenate(sizes)
     np.cumsum(offsets, out=offsets)
     return Schedule(np.concatenate(orders), offsets, bins.accumulation, bins.world_size)

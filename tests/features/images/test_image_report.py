@@ -23,8 +23,7 @@ def numbers_of(per_value=5.0, synchronisation="micro", **arrays):
     planner = make_epochs(
         documents, "stream", world_size=2, accumulation=3, cost_model=model, synchronisation=synchronisation
     )
-    planner._latest_schedule = Schedule(np.arange(5), np.array([0, 2, 3, 4, 5, 5, 5]), accumulation=3, world_size=2)
-    planner._latest_epoch = 0
+    planner._latest_schedule[0] = Schedule(np.arange(5), np.array([0, 2, 3, 4, 5, 5, 5]), accumulation=3, world_size=2)
     return ImageNumbers.of_table(planner)
 
 
