@@ -43,18 +43,18 @@ def contents(dataset, **kwargs):
         ([5, 2], {"max_length": 3, "truncation_mode": "keep_end"}, [[12, 13, 14], [15, 16]]),
         ([5, 2], {"max_length": 2, "overlong": "split"}, [[10, 11], [12, 13], [15, 16]]),  # [14] alone has no target
         ([2, 3], {"max_length": 3, "overlong": "drop"}, [[10, 11], [12, 13, 14]]),
-        ([3, 4, 5], {"max_length": 5, "wrapped": True}, [[10, 11, 12], [13, 14], [15, 16], [17, 18, 19], [20, 21]]),
+        ([3, 4, 5], {"max_length": 5, "cuts_blocks": True}, [[10, 11, 12], [13, 14], [15, 16], [17, 18, 19], [20, 21]]),
     ],
 )
 def test_documents_by_hand(lengths, given, kept):
     documents_found, documents = contents(table(lengths), **given)
     assert documents_found == kept
-    if "wrapped" in given:
+    if "cuts_blocks" in given:
         assert documents.block.tolist() == [0, 0, 1, 1, 2]
 
 
 def test_a_document_that_ends_with_a_block_is_not_cut():
-    documents = contents(table([5, 3, 2]), max_length=5, wrapped=True)[1]
+    documents = contents(table([5, 3, 2]), max_length=5, cuts_blocks=True)[1]
     assert documents.lengths.tolist() == [5, 3, 2]
     assert documents.block.tolist() == [0, 1, 1]
     assert documents.ledger.split == DocumentCounts()
@@ -62,7 +62,7 @@ def test_a_document_that_ends_with_a_block_is_not_cut():
 
 
 def test_a_document_of_one_token_more_than_the_block_is_cut():
-    documents = contents(table([3, 3]), max_length=5, wrapped=True)[1]
+    documents = contents(table([3, 3]), max_length=5, cuts_blocks=True)[1]
     assert documents.lengths.tolist() == [3, 2]
     assert documents.ledger.fragments == 2
     assert documents.ledger.dropped == {"untrained": DocumentCounts(1, 1, 0)}
@@ -231,7 +231,7 @@ def test_every_token_is_kept_once_in_order_or_counted(rows, max_length, policy):
             max_length,
             overlong="truncate" if policy in ("keep_end", "wrapped") else policy,
             truncation_mode="keep_end" if policy == "keep_end" else "keep_start",
-            wrapped=policy == "wrapped",
+            cuts_blocks=policy == "wrapped",
         )
     except ValueError as error:
         assert "no document remains" in str(error)
@@ -265,7 +265,7 @@ def test_map_batches_do_not_move_a_boundary(batch_size):
     data = table(lengths).map(lambda batch: batch, batched=True, batch_size=batch_size, writer_batch_size=batch_size)
     assert data.data.column(0).num_chunks == (1 if batch_size == 1000 else -(-300 // batch_size))
     for wrapped in (False, True):
-        kept, _ = contents(data, max_length=16, overlong="split", wrapped=wrapped, keep_untrained=True)
+        kept, _ = contents(data, max_length=16, overlong="split", cuts_blocks=wrapped, keep_untrained=True)
         assert [token for document in kept for token in document] == list(range(10, 10 + sum(lengths)))
 
 

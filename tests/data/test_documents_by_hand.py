@@ -48,7 +48,7 @@ class Reader:
     def image_arrays(self, row, start, stop):
         return {}
 
-    def drop_undividable(self, spans, max_length, *, needs_all_rows):
+    def drop_cut_images(self, spans, max_length, *, needs_all_rows):
         return spans.drop((spans.row == self.undividable) & ~np.array(needs_all_rows), "overlong")
 
     def find_cuts(self, row, max_length):
@@ -211,7 +211,9 @@ def test_a_row_that_cannot_be_truncated_is_dropped():
 
 
 def test_a_concatenation_is_cut_into_blocks():
-    documents = make_documents(Reader([trained(3), trained(6), trained(3), trained(4), trained(9)]), 4, wrapped=True)
+    documents = make_documents(
+        Reader([trained(3), trained(6), trained(3), trained(4), trained(9)]), 4, cuts_blocks=True
+    )
     assert spans_of(documents) == [
         *((0, 0, 3), (1, 1, 5), (2, 0, 3), (3, 0, 4)),
         *((4, 0, 4), (4, 4, 8)),

@@ -39,7 +39,7 @@ SETTINGS = [
     {"max_length": 30, "overlong": "split"},
     {"max_length": 30, "overlong": "drop"},
     {"max_length": 30, "truncation_mode": "keep_end"},
-    {"max_length": 30, "wrapped": True},
+    {"max_length": 30, "cuts_blocks": True},
     {"max_length": 30, "keep_untrained": True},
 ]
 

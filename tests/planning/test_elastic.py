@@ -26,7 +26,7 @@ EPOCHS = 3
 def documents_for(strategy, max_length=16):
     traits = STRATEGIES[strategy]
     data = Dataset.from_dict({"input_ids": [list(range(n)) for n in LENGTHS]})
-    return make_documents(TokenReader(data), max_length, traits.overlong, wrapped=traits.cuts_blocks)
+    return make_documents(TokenReader(data), max_length, traits.overlong, cuts_blocks=traits.cuts_blocks)
 
 
 DOCUMENTS = {strategy: documents_for(strategy) for strategy in STRATEGIES}

@@ -40,7 +40,7 @@ def documents_of(
 ) -> Documents:
     reader = TokenReader(Dataset.from_dict({"input_ids": rows}))
     traits = STRATEGIES[strategy]
-    documents = make_documents(reader, max_length, traits.overlong, wrapped=traits.cuts_blocks)
+    documents = make_documents(reader, max_length, traits.overlong, cuts_blocks=traits.cuts_blocks)
     if kind == "families":
         return replace(documents, token_order=sharing("family").sort_tokens(reader, documents))
     values = np.random.default_rng(0).integers(0, 3, len(documents)) * 1000

@@ -17,11 +17,12 @@ Words:
 A cache file is an Arrow file of named arrays, followed by its seal. If the seal does not match, because the disk lost
 data or the file was copied under another name, the content is computed again. The file is memory-mapped, so that all
 ranks of a node share one copy in memory. An existing file is never replaced: on network storage, a process that has
-mapped the replaced file would be killed.
+mapped the replaced file would be killed (SIGBUS). Only on a file system without hard links a rank may replace the file
+that another rank has written at the same time.
 
-Another version of this package or of its libraries may cut, measure, plan or estimate differently. So the name of every
-cache file contains `PREPARATION_SOURCE_HASH` (`samples/row.py`), a hash of all files of the package and of the versions
-of the libraries. The names of the files that `datasets` caches contain the hash, too (`HashedMapFunction`).
+Another version of this package or of its libraries may make other documents and plans of the same rows. So the name of
+every cache file contains `PREPARATION_SOURCE_HASH` (`samples/row.py`), a hash of all files of the package and of the
+versions of the libraries. The names of the files that `datasets` caches contain the hash, too (`HashedMapFunction`).
 """
 
 import contextlib
@@ -74,7 +75,7 @@ def cached_documents(
     overlong: Overlong = "truncate",
     *,
     truncation_mode: TruncationMode = "keep_start",
-    wrapped: bool = False,
+    cuts_blocks: bool = False,
     keep_untrained: bool = False,
     feature: Feature | None = None,
 ) -> Documents:
@@ -83,13 +84,14 @@ def cached_documents(
     `make_documents` explains the other arguments.
 
     Args:
-        feature: the feature of the run, which may sort the documents by their tokens (`Documents.token_order`).
+        feature: the feature of the run, such as shared prefixes (`feature.py`). It may sort the documents by their
+            tokens, so that documents that begin alike are neighbours (`Documents.token_order`).
     """
     settings: dict[str, Any] = {
         "max_length": max_length,
         "overlong": overlong,
         "truncation_mode": truncation_mode,
-        "wrapped": wrapped,
+        "cuts_blocks": cuts_blocks,
         "keep_untrained": keep_untrained,
     }
 
@@ -98,10 +100,11 @@ def cached_documents(
         order = None if feature is None else feature.sort_tokens(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=order).to_arrays()
 
-    # A feature that `regroups` documents into units of several documents sorts them by their tokens
+    # A feature that plans several documents as one (`regroups`) sorts them by their tokens. Nothing else of a feature
+    # changes what is cached
     sorts_tokens = feature is not None and feature.regroups
-    key_settings = settings | {"sorts_tokens": True} if sorts_tokens else settings
-    file = _cache_file(reader, "spans", key_settings)
+    file = _cache_file(reader, "spans", settings | {"sorts_tokens": sorts_tokens})
+    # The documents know their file, because plans are cached beside it
     return Documents.from_arrays(read_or_make(file, make_arrays), file)
 
 
@@ -116,12 +119,13 @@ def _hash_documents(reader: RowReader, documents: Documents) -> str:
     """Return the fingerprint of the documents: two hashes, joined by "-".
 
     The first hash covers all spans, the number of trained tokens in each span, and the tokens and labels of 1,000
-    evenly spaced documents. The second hash covers 16 evenly spaced tokens of every document. If rows have images, both
-    hashes cover `RowReader.digests`, the hashes of the tokens and pixels of every row, in place of tokens and labels.
+    evenly spaced documents. The second hash covers 16 evenly spaced tokens of every document. Checkpoints of earlier
+    versions have only the first, so a restart compares the two separately. If rows have images, both hashes cover
+    `RowReader.digests`, the hashes of the tokens and pixels of every row, in place of tokens and labels.
     """
     values_to_hash = [documents.row, documents.start, documents.stop, documents.trained]
     image_digests = reader.digests(documents.row)
-    sample_hash = hashlib.sha256(image_digests or b"")
+    hash_of_all = hashlib.sha256(image_digests or b"")  # the second hash
     if image_digests is None:
         assert isinstance(reader, TokenReader)
         for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
@@ -132,12 +136,12 @@ def _hash_documents(reader: RowReader, documents: Documents) -> str:
             sampled_tokens = reader.read_spaced_tokens(
                 documents.row[block], documents.start[block], documents.stop[block], num=NUM_SAMPLED_TOKENS
             )
-            sample_hash.update(sampled_tokens.data)
-    span_hash = hashlib.sha256()
+            hash_of_all.update(sampled_tokens.data)
+    hash_of_some = hashlib.sha256()  # the first hash
     for values in values_to_hash:
-        span_hash.update(np.ascontiguousarray(values, dtype="<i8").data)
-    span_hash.update(image_digests or b"")
-    return f"{span_hash.hexdigest()}-{sample_hash.hexdigest()}"
+        hash_of_some.update(np.ascontiguousarray(values, dtype="<i8").data)
+    hash_of_some.update(image_digests or b"")
+    return f"{hash_of_some.hexdigest()}-{hash_of_all.hexdigest()}"
 
 
 def _cache_file(reader: RowReader, name: str, settings: dict[str, Any]) -> Path | None:
@@ -297,12 +301,14 @@ def one_process_first(file: Path) -> Iterator[None]:
     begin_time = time.monotonic()
     is_warned = False
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # where nothing can be locked
             lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, lock)
             is_first = _try_lock(lock, fcntl.LOCK_EX)
             if is_first:
-                stack.callback(_remove_file, path)  # a process that comes later finds `file` and needs no lock
+                # At the end of the block the path of the lock is removed before the lock is closed. A process that
+                # waits has the open lock, and a process that comes later finds `file` and needs no lock
+                stack.callback(_remove_file, path)
             while not (is_first or _try_lock(lock, fcntl.LOCK_SH)):
                 waited = time.monotonic() - begin_time
                 if waited > LONGEST_WAIT:

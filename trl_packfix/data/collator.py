@@ -1,6 +1,6 @@
 """Collate the documents of a pack to one batch for the model.
 
-A pack is one row of T tokens that holds N documents one after the other. `DocumentDataset` (`loaders.py`), or the
+A pack is one sequence of T tokens that holds N documents one after the other. `DocumentDataset` (`loaders.py`), or the
 user's own data loader, gives the documents: `input_ids` and `labels` for each. `PackedDataCollator` joins them and adds
 the boundaries of the documents, which attention and recurrent layers read. Models, the loss and reports use the
 boundaries through `layout.py`.
@@ -15,7 +15,7 @@ Every encoding of the boundaries is computed here from the lengths of the docume
 The first label of each document becomes -100 here, and in no other module: the token before it belongs to another
 document and must not be trained to predict it.
 
-A *row* is one of the T places of a pack. With shared prefixes (`features/prefixes`) documents with a common beginning
+Each of the T places of a pack is a *row*. With shared prefixes (`features/prefixes`) documents with a common beginning
 share its rows. `PrefixCollator` there is a subclass of `PackedDataCollator`; here each document has rows of its own.
 """
 
@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX
-from ..planning.arrays import MASK_COLUMNS as MASK_COLUMNS
+from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX  # other modules import it from here
+from ..planning.arrays import MASK_COLUMNS
 from ..planning.arrays import TEXT_KEYS as TEXT_KEYS
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
@@ -71,8 +71,8 @@ class DocumentRun(NamedTuple):
 @dataclass
 class PackedDataCollator:
     """
-    Data collator that flattens documents to one row of T tokens, with the boundaries of the documents and without an
-    attention mask.
+    Data collator that flattens documents to one sequence of T tokens, with the boundaries of the documents and without
+    an attention mask.
 
     The collator takes a list of N documents. Each document is a dictionary with the key `"input_ids"` and, optionally,
     the key `"labels"`: two lists, arrays or tensors of equal length. If the labels are missing, every token is its own
@@ -140,11 +140,10 @@ class PackedDataCollator:
 
         Args:
             documents: the N documents of the pack.
-            degree: number of ranks that share the pack. T is padded to a multiple of it. If `max_length` is set, T / s
-                on each of s ranks is a multiple of `pad_to_multiple_of`.
+            degree: number of ranks that share the pack. T is padded to a multiple of it.
 
         Returns:
-            The batch, and for each document the rows that belong to it: here its run has all of its tokens.
+            The batch, and a run for each document. Here it has the rows of all its tokens.
         """
         import torch  # here, because `trl-packfix show` needs only `arrays`, and torch takes seconds
 
@@ -169,10 +168,7 @@ class PackedDataCollator:
         if padding:
             # Padding is one more document, or several documents that are at most as long as a document may be
             longest_padding = padding if self.max_length is None else max(longest, self.max_length)
-            num_full, remainder = divmod(padding, longest_padding)
-            lengths += [longest_padding] * num_full
-            if remainder:
-                lengths.append(remainder)
+            lengths += [min(longest_padding, padding - first) for first in range(0, padding, longest_padding)]
             longest = max(lengths)
 
         input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
@@ -206,7 +202,7 @@ class PackedDataCollator:
         Returns:
             The batch; the runs; and for each document the rows of all its n tokens, also of shared tokens, shape (n,).
         """
-        # `PrefixCollator.collate` calls this method
+        # Not `self.collate`: a `PrefixCollator` calls this method there
         batch, runs = PackedDataCollator.collate(self, documents, degree)
         bounds = np.cumsum([0, *(len(document["input_ids"]) for document in documents)])
         return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
@@ -219,14 +215,15 @@ class PackedDataCollator:
         Returns:
             - the indices of the documents, in the order of the pack;
             - the number of rows that each document shares with the document before it, in the order of the pack;
-            - the tokens and images that were compared to find these numbers, for each document in the order of the
-              argument; [] if nothing was compared.
+            - what was compared to find these numbers, tokens and images, for each document in the order of the
+              argument; here nothing.
         """
         return [*range(len(documents))], [0] * len(documents), []
 
     def _num_padding(self, num_tokens: int, degree: int) -> int:
         """Return the number of padding tokens of a pack that `degree` ranks share."""
         multiple = self.pad_to_multiple_of or 1
+        # With `max_length` packs must have equal shapes, so the part of each rank is a multiple, too
         multiple_of_pack = math.lcm(multiple, degree) if self.max_length is None else multiple * degree
         return -num_tokens % multiple_of_pack
 
@@ -239,8 +236,8 @@ class PackedDataCollator:
         Raises:
             ValueError: a document cannot be packed, see `PackedDataCollator`.
         """
-        # This runs in every batch, so only the keys of the first document are looked at. `TEXT_KEYS` are
-        # "input_ids" and "labels". Other keys may be refused
+        # This runs in every batch, so only the keys of the first document are looked at. If it has only `TEXT_KEYS`,
+        # "input_ids" and "labels", there is nothing to refuse
         if not documents[0].keys() <= TEXT_KEYS:
             _check_columns(documents)
         tokens = [np.asarray(document["input_ids"]) for document in documents]

@@ -59,7 +59,7 @@ def check_max_length(max_length: int | None, batch_size: int) -> None:
 
 
 def check_overlong(name: str, strategy: Strategy, overlong: Overlong | None) -> None:
-    """Refuse a setting `overlong` that contradicts the strategy, which the user has set by the setting `name`."""
+    """Refuse a setting `overlong` that contradicts the strategy. `name` is the setting that has set the strategy."""
     if STRATEGIES[strategy].overlong == "split" and overlong not in (None, "split"):
         raise ValueError(
             f"`{name}={strategy!r}` was given with `overlong={overlong!r}`. This strategy splits long documents, so "
@@ -71,8 +71,9 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
     """Refuse a dataset with a 0 in an `attention_mask`. `name` is the name of the dataset in the message."""
     if "attention_mask" not in dataset.column_names:
         return
-    # The mask is read like a column of tokens, of which every one should be 1
+    # The mask is read like a column of tokens, of which every one should be 1, that is from 1 to below 2
     mask = TokenReader(dataset.select_columns("attention_mask"), "attention_mask")
+    # The cheap range is looked at first. It is of the whole table, also of rows that the dataset does not select
     row = mask.first_row_outside(1, 2) if cached_token_range(mask) != (1, 1) else None
     if row is not None:
         raise ValueError(
@@ -110,14 +111,15 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
         vocab_size: number of embeddings of the model, or None to accept all token ids.
     """
     masks = mask_columns(dataset)
-    # A `TokenReader` refuses a dataset with two masks of trained tokens. Here they are no error, because TRL computes
-    # the labels from both
+    # A `TokenReader` refuses labels that are not as long as the tokens. It also refuses a dataset with two masks of
+    # trained tokens. Here two masks are no error, because TRL computes the labels from both
     reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)
     check_not_padded(dataset, name)
     if vocab_size is None:
         return
     low, high = cached_token_range(reader)
     if low < 0 or high >= vocab_size:
+        # The range is of the whole table. There is no such row if the dataset does not select the rows outside
         row = reader.first_row_outside(0, vocab_size)
         if row is not None:
             raise ValueError(

@@ -21,6 +21,7 @@ import json
 import logging
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ class DocumentCounts:
     trained_tokens: int = 0
 
     def __add__(self, other: "DocumentCounts") -> "DocumentCounts":
-        return DocumentCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return DocumentCounts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass
@@ -61,8 +62,8 @@ class Ledger:
     kept: DocumentCounts = field(default_factory=DocumentCounts)  # the documents that remain
     # Documents that were truncated, and the tokens that they lost
     truncated: DocumentCounts = field(default_factory=DocumentCounts)
-    # Documents that were split, with the trained tokens that they lost: the first token of each later fragment is no
-    # longer trained. They lose no other token
+    # Documents that were split, and the trained tokens that they lost: the first token of each later fragment is not
+    # lost, but is no longer trained. `tokens` is 0
     split: DocumentCounts = field(default_factory=DocumentCounts)
     fragments: int = 0  # number of documents that were made by splitting
     # Documents that were dropped, by the reason: `bad_row`, `empty`, `overlong` or `untrained`
@@ -106,7 +107,8 @@ class Documents:
     trained: Int64Array  # number of trained tokens
     ledger: Ledger  # counts of the table; documents that are made of these documents share it, and add to it
     block: Int64Array | None = None  # index of the block that holds the document; None if the strategy cuts no blocks
-    # The order of the documents by their tokens. None if no feature plans documents that begin alike together
+    # The order of the documents by their tokens. Shared prefixes need it, to plan documents that begin alike as one
+    # unit; otherwise it is None
     token_order: TokenOrder | None = None
     # The following arrays, up to `image_stop`, are None if the rows have no images
     image_count: Int64Array | None = None  # number of images
@@ -149,11 +151,11 @@ class Documents:
         selected: dict[str, Any] = {name: None if values is None else values[mask] for name, values in arrays.items()}
         token_order = self.token_order
         if token_order is not None:
-            # `within` omits the documents of group -1
+            # `within` keeps the documents of group 0 in their order, and omits those of group -1. It computes anew how
+            # many tokens each document has in common with the one before it (`common`). Then only the numbers change
             token_order = token_order.within(np.where(mask, 0, -1))
             new_number = np.cumsum(mask) - 1
-            # `common` stays: how many tokens each document of the order has in common with the one before it
-            token_order = TokenOrder(new_number[token_order.order], token_order.common)
+            token_order = replace(token_order, order=new_number[token_order.order])
         file = self.file
         if file is not None:
             # The selection is not cached, but its plans are cached under a name that depends on the mask
@@ -181,7 +183,7 @@ class Documents:
         columns = {name: arrays[name] for name in DOCUMENT_ARRAYS if name in arrays}
         counts = Ledger.from_dict(json.loads(ledger))
         documents = cls(ledger=counts, fingerprint=fingerprint, file=file, token_order=token_order, **columns)
-        # Set the cached property: the mapped array of the file is shared by all processes of the node
+        # Set the cached property to the mapped array, which all processes of the node share, so that none makes its own
         documents.__dict__["lengths"] = arrays["lengths"]
         return documents
 
@@ -192,7 +194,7 @@ def make_documents(
     overlong: Overlong = "truncate",
     *,
     truncation_mode: TruncationMode = "keep_start",
-    wrapped: bool = False,
+    cuts_blocks: bool = False,
     keep_untrained: bool = False,
     may_be_empty: bool = False,
 ) -> Documents:
@@ -206,7 +208,7 @@ def make_documents(
         overlong: what happens to a longer document. "truncate" cuts it to `max_length`, "split" splits it into
             fragments of `max_length`, "drop" drops it, "raise" raises an error.
         truncation_mode: which tokens of a truncated document remain, "keep_start" or "keep_end".
-        wrapped: concatenate all documents and cut the concatenation every `max_length` tokens, as TRL's `wrapped`.
+        cuts_blocks: concatenate all documents and cut the concatenation every `max_length` tokens, as TRL's `wrapped`.
             Each fragment becomes a document, and `block` is the index of its block. `overlong` is not used.
         keep_untrained: keep documents without a trained token, for evaluation and prediction.
         may_be_empty: return no documents, in place of an error, if none remains. A stream is read in small tables, some
@@ -223,14 +225,14 @@ def make_documents(
     if not keep_untrained:
         # Drop them before cutting, so that documents that never had a trained token are not counted as lost by the cut
         spans = spans.drop(spans.trained == 0, "untrained")
-    if wrapped:
+    if cuts_blocks:
         assert max_length is not None
         spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
         if overlong == "truncate":
-            # Truncating would cut through an image of these documents. Training drops them. Evaluation and prediction
-            # need all rows, so they refuse them
-            spans = reader.drop_undividable(spans, max_length, needs_all_rows=keep_untrained)
+            # Training drops the documents with an image that truncating would cut. Evaluation and prediction need all
+            # rows, so they refuse such documents
+            spans = reader.drop_cut_images(spans, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
         # The cut may have removed all trained tokens of a document
@@ -273,6 +275,7 @@ def drop_untrained(dataset: Dataset, num_rows: int, max_length: int | None) -> D
     Raises:
         ValueError: no row has a trained token.
     """
+    # Rows of an unpacked run have no `seq_lengths`, so each row is one document, or none if it was dropped
     documents = make_documents(TokenReader(dataset), max_length=None, may_be_empty=True)
     num_dropped = num_rows - len(documents)
     if not len(documents):
@@ -368,19 +371,19 @@ def _apply_overlong(
         )
     if overlong == "drop":
         return spans.drop(is_long, "overlong")
-    if overlong == "split" and reader.cuts_anywhere:
+    if overlong == "split":
+        if not reader.cuts_anywhere:  # rows have images, which must not be cut
+            return _split_between_images(spans, reader, max_length)
         num_fragments = -(-spans.lengths // max_length)
         fragment_start = _index_in_group(num_fragments) * max_length
         return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
-    if overlong == "split":
-        return _split_between_images(spans, reader, max_length)
     # The setting is "truncate"
-    start = spans.start.copy()
-    stop = spans.stop.copy()
+    start = spans.start
+    stop = spans.stop
     if truncation_mode == "keep_start":
-        stop[is_long] = start[is_long] + max_length
+        stop = np.minimum(stop, start + max_length)
     else:
-        start[is_long] = stop[is_long] - max_length
+        start = np.maximum(start, stop - max_length)
     trained = spans.trained.copy()
     trained[is_long] = reader.count_trained(spans.row[is_long], start[is_long], stop[is_long])
     truncated = replace(spans, start=start, stop=stop, trained=trained)

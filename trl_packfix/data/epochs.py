@@ -11,8 +11,8 @@ Words:
     schedule     which documents belong to each optimizer step, micro-batch and rank.
     slot         a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
     degree       the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
-    keeps steps  With the strategy `minibatch` every optimizer step has the documents that the same step of an unpacked
-                 run has. Such a strategy keeps the unpacked steps. It has no plan, only schedules.
+    unpacked     A run without packing. With the strategy `minibatch` (`keeps_unpacked_steps`) every optimizer step has
+                 the documents that it has in the unpacked run. Then there is no plan, only schedules.
 
 For a large dataset, the first plan and every schedule are cached beside the documents, for all ranks of a node and for
 the next start (`cache.py`). The name of each file is a hash of everything that its content depends on. One process of a
@@ -65,7 +65,7 @@ class EpochPlanner:
     at each of these degrees before the first step.
 
     Args:
-        documents: the N documents of the table. A feature may need their order by tokens (`Documents.token_order`).
+        documents: the N documents of the table.
         packing: the settings. `EpochPlanner` replaces its degrees by the degrees that the first epoch uses.
         may_be_empty: allow an epoch of zero steps.
 
@@ -89,11 +89,11 @@ class EpochPlanner:
         packing = self.packing
         self._first_packing = packing
         if packing.traits.keeps_unpacked_steps:
-            self.num_steps = packing.num_steps(len(self.documents))
+            self.num_steps = packing.num_steps(len(self.documents))  # the steps of the unpacked run
             counted = f"{len(self.documents)} documents"
         else:
             units = self.units()
-            block = self.documents.block
+            block = self.documents.block  # with `wrapped`, the block of the concatenated table that holds each document
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             # `units.rows`: the tokens that each unit takes in a pack
             self.first_plan = PackPlan(**arrays, lengths=units.rows, capacity=packing.capacity)
@@ -108,7 +108,7 @@ class EpochPlanner:
                 "is incomplete and is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
-        # Keep the smallest degree, and the other degrees that the first epoch uses
+        # Keep the degrees that the first epoch uses, and the smallest degree, for which packs are planned
         if len(packing.degrees) > 1:
             degrees = {packing.parallel.smallest, *self.schedule(0).degrees.tolist()}
             self.packing = replace(packing, degrees=tuple(sorted(degrees)))
@@ -159,7 +159,9 @@ class EpochPlanner:
             step_of_documents: the optimizer step that each document must keep, shape (N,), or None.
         """
         documents = self.documents
+        # `documents.trained`: the number of trained tokens of each document
         units = Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
+        # A feature that plans several documents as one needs their order by tokens and `image_costs_behind`
         return self.packing.feature.make_units(units, self, step_of_documents)
 
     def units(self, epoch: int = 0) -> Units:
@@ -169,10 +171,9 @@ class EpochPlanner:
         documents in every epoch, so every epoch has other units of several documents.
         """
         # `regroups`: whether the feature plans units of several documents
-        units_are_documents = not self.packing.feature.regroups
-        if units_are_documents or not self.packing.traits.keeps_unpacked_steps:
-            return self._units_of_all_epochs
-        return self._make_units(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
+        if self.packing.feature.regroups and self.packing.traits.keeps_unpacked_steps:
+            return self._make_units(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
+        return self._units_of_all_epochs
 
     def resume_at(self, point: ResumePoint) -> None:
         """Continue a run at a resume point.
@@ -192,11 +193,11 @@ class EpochPlanner:
         remaining_planner = EpochPlanner(self.documents.select(is_remaining), remaining_packing, may_be_empty=True)
         if not remaining_planner.num_steps:
             # The remaining documents do not fill a step, so the run continues with the next epoch
-            self.resume_point = ResumePoint(point.epoch + 1, point.first_step + point.num_steps)
+            self.resume_point = ResumePoint(point.epoch + 1, first_step=point.first_step + point.num_steps)
             return
         schedule = remaining_planner.schedule(0)
-        # Then number the documents as in the table. Put the trained steps in front, as slots that end at offset 0, so
-        # that they are empty
+        # Then number the documents as in the table. Put the trained steps in front, as empty slots. Slot i has the
+        # documents from `offsets[i]` up to `offsets[i + 1]`, so offsets of 0 in front make empty slots
         num_trained_micro_steps = point.num_steps * packing.accumulation
         empty_slots = np.zeros(num_trained_micro_steps * packing.world_size, np.int64)
         self._resumed_schedule[point.epoch] = replace(
@@ -252,6 +253,7 @@ class EpochPlanner:
         trained = np.zeros(len(self.documents), dtype=bool) if trained_before is None else trained_before.copy()
         schedule = self.schedule(epoch)
         num_slots = num_steps * self.packing.bins.num_slots  # `bins.num_slots`: slots of one step
+        # The documents of these slots are those up to the first document of the next slot
         trained[schedule.order[: schedule.offsets[num_slots]]] = True
         return trained
 
@@ -287,6 +289,7 @@ class EpochPlanner:
             return None
         packing = self._first_packing if epoch == 0 else self.packing
         settings = packing.fingerprint("packs" if kind == "plan" else "schedule")
+        # `PREPARATION_SOURCE_HASH`: a hash of the code of this package and of the versions of its libraries
         key = f"{PREPARATION_SOURCE_HASH} {self.documents.file.name} {kind} {epoch} {settings}"
         return self.documents.file.with_name(f"{PACKS_PREFIX}-{sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
 
@@ -302,10 +305,10 @@ class EpochPlanner:
             needs_more_steps = plan.num_packs > self.num_steps * packing.packs_per_step
             if needs_more_steps and not packing.drop_last:
                 # The Trainer has computed the number of steps from the first plan, so no epoch may have more. The packs
-                # of the first plan are trained in another order.
+                # of the first plan are trained in another order. (With `drop_last` the last packs are dropped.)
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
-        # The documents of a unit come in random order if `packing.shuffle` is set
+        # `make_rng` returns None without shuffling, and then the documents of a unit come in the order of the table
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 

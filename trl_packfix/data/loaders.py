@@ -323,7 +323,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     reader = TokenReader(dataset)
     traits = STRATEGIES[strategy]
     check_not_padded(dataset, "given")
-    documents = cached_documents(reader, max_length, overlong or traits.overlong, wrapped=traits.cuts_blocks)
+    documents = cached_documents(reader, max_length, overlong or traits.overlong, cuts_blocks=traits.cuts_blocks)
     packing = Packing(
         max_length=max_length,
         batch_size=batch_size,

@@ -45,9 +45,10 @@ GIB = 2**30
 # if the tensor grows with the number of tokens
 NUM_COUNTED_TOKENS = 509
 LORA = LoraConfig(r=16, target_modules="all-linear")  # as in examples/configs/lora.yaml
-LOSS_TILE = (4096, 32768)  # tokens and words of the bfloat16 logits that TRL's fused loss has in memory at once
-# Number of gathered weights that ZeRO-3 does not release between forward and backward, because they are used again soon
-# (stage3_max_reuse_distance is 1e9)
+# Tokens, and entries of the vocabulary, of the bfloat16 logits that TRL's fused loss has in memory at once
+LOSS_TILE = (4096, 32768)
+# Number of gathered weights that ZeRO-3 does not release between forward and backward, because they are used again
+# soon: within stage3_max_reuse_distance = 1e9 weights, half of them to the end of the forward pass and half back
 NUM_REUSED_VALUES = 500_000_000
 SUB_GROUP_SIZE = 1_000_000_000  # number of weights that ZeRO-3 updates at once
 # Size of the gradients in the backward pass of a layer, as a share of what the layer saves. It is fitted to counts
@@ -88,8 +89,8 @@ class SavedActivations:
     outside: float  # bytes per token outside of these layers
     casts: float = 0.0  # bytes of the casts of all layers
     is_cached: bool = False  # whether autocast keeps all casts until the forward pass ends, also with checkpointing
-    # Whether `casts` is computed from the number of parameters. With experts it cannot be counted, because experts run
-    # on fake tensors only without autocast
+    # Whether `casts` is computed from the number of parameters, which the command line reports. With experts it cannot
+    # be counted, because experts run on fake tensors only without autocast
     is_modelled: bool = False
 
 
@@ -151,10 +152,11 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
         )
     text = config_part.get_text_config()
 
-    # First build the model on the meta device, with the dtype and the attention that it has in training. Grouped
-    # products of experts run on fake tensors only in bfloat16
+    # First build the model on the meta device, with the dtype and the attention that it has in training. DeepSpeed
+    # trains in bfloat16, without autocast. A model with experts is also counted so, because the products of experts run
+    # on fake tensors only in bfloat16. The casts that it has under DDP are added at the end
     has_experts = experts_of(text)[0] > 0
-    autocast = method.engine == "DDP" and not has_experts  # DeepSpeed trains in bfloat16, without autocast
+    autocast = method.engine == "DDP" and not has_experts
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
     dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
     model = build_on_meta(text_class, config_part).train()
@@ -163,7 +165,7 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
     group_experts(model)
 
     # Then count its parameters
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = model.num_parameters()
     # The head of an image model may be outside of its text part, which is counted here
     if model.get_output_embeddings() is None and not text.tie_word_embeddings:
         parameters += text.hidden_size * text.vocab_size
@@ -171,11 +173,12 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
     layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in _checkpointed_layers(model)]
     largest = max(layer_sizes, default=0)
     if method.lora:
-        if config_part is not config and isinstance(lora.target_modules, str):
-            # A pattern for names of modules is made for the image model, not for its text part
+        is_text_part = config_part is not config
+        if is_text_part and isinstance(lora.target_modules, str):
+            # The pattern fits names of modules of the image model, not of its text part
             lora = replace(lora, target_modules=LORA.target_modules)
         add_adapters(model, lora, autocast=autocast)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = model.num_parameters(only_trainable=True)
 
     # Finally run a forward pass on fake tensors, and count what autograd saves
     save_dropout_masks(model)
@@ -194,7 +197,7 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, autocast: bool) -> None:
-    """Add adapters to a model, as in training: their inputs are not cast."""
+    """Add adapters to a model, as in training, where their inputs are not cast (`training/lora_inputs.py`)."""
     get_peft_model(model, copy.copy(lora), autocast_adapter_dtype=autocast)
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
@@ -203,7 +206,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, autocast: bool) -> None:
 
 
 def save_dropout_masks(model: nn.Module) -> None:
-    """Let dropout save its mask, one byte for each number, as on CUDA. On a CPU it would save factors."""
+    """Let dropout save its mask, one byte for each number, as on CUDA. On a CPU it would save a float for each."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.forward = lambda x, rate=module.p: torch.native_dropout(x, rate, True)[0]  # type: ignore[method-assign, misc]
@@ -212,9 +215,11 @@ def save_dropout_masks(model: nn.Module) -> None:
 def group_experts(model: nn.Module) -> None:
     """Replace the forward of modules that loop over experts by one that computes all experts as grouped products.
 
-    Such a module (in Step-3.7) asks to which experts the tokens are sent. Fake tensors have no values to answer this.
+    Such a module, as in the model Step-3.7, asks to which experts the tokens are sent. Fake tensors have no values to
+    answer this.
     """
     for module in model.modules():
+        # transformers sets `has_gate` on the modules of experts that it can compute without a loop
         loops_over_experts = (
             hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") and not hasattr(module, "has_gate")
         )
@@ -294,6 +299,7 @@ def count_saved_bytes(model: PreTrainedModel, autocast: bool) -> SavedActivation
     # Storages that were counted, by address. They are kept alive, so that no new storage gets the same address
     counted: dict[int, Any] = {}
     totals = {"tokens": 0, "casts": 0}
+    totals_before: list[int] = []  # before each layer
     layer_bytes: list[int] = []
     input_bytes: list[int] = []
 
@@ -309,10 +315,10 @@ def count_saved_bytes(model: PreTrainedModel, autocast: bool) -> SavedActivation
     def begin_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
         input_bytes.append(states.numel() * states.element_size())
-        layer_bytes.append(-totals["tokens"])  # `end_layer` adds the total after the layer
+        totals_before.append(totals["tokens"])
 
     def end_layer(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        layer_bytes[-1] += totals["tokens"]
+        layer_bytes.append(totals["tokens"] - totals_before[-1])
 
     for layer in _checkpointed_layers(model):
         layer.register_forward_pre_hook(begin_layer, with_kwargs=True)
@@ -341,9 +347,9 @@ def make_fake(model: nn.Module) -> None:
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if tensor not in copies:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                 is_weight = isinstance(tensor, nn.Parameter)
-                copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_weight else copy
+                copies[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
             setattr(module, name, copies[tensor])
 
 
@@ -375,10 +381,11 @@ def predict_peak(
     saved = sizes.saved
     input_bytes = max(saved.inputs, default=0.0) if offload else sum(saved.inputs)
     saved_by_layers = input_bytes if checkpointing else sum(saved.layers)
-    # With checkpointing, the casts of a layer are in memory while the layer is computed. Otherwise all casts stay in
-    # memory, as weights do
-    casts = saved.casts if checkpointing else 0.0
-    casts_of_layer = casts / max(len(saved.layers), 1)
+    # With checkpointing, the casts of a layer are in memory only while the layer is computed. Otherwise the casts of
+    # all layers stay in memory during the step, as `gathered` weights. Casts do not grow with the number of tokens
+    lasting_casts = 0.0 if checkpointing else saved.casts
+    temporary_casts = saved.casts - lasting_casts
+    casts_of_layer = temporary_casts / max(len(saved.layers), 1)
     largest_layer = max(saved.layers, default=0.0) * tokens
     # With checkpointing, the activations of the layer are there a second time, computed again
     share_of_layer = 1 + TEMPORARY_SHARE if checkpointing else TEMPORARY_SHARE
@@ -393,10 +400,10 @@ def predict_peak(
         shares_heads = heads.kv_heads < heads.heads
         attention_bytes.append(query_gradients + key_value_gradients if shares_heads else query_gradients)
     return PeakMemory(
-        **_model_state_bytes(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
+        **_model_state_bytes(sizes, method, gpus, casts=lasting_casts),
         activations=(saved.outside + saved_by_layers) * tokens,
-        # The head is the end of the forward pass, at which autocast still has the casts of all layers
-        head=_head_bytes(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
+        # The head is the end of the forward pass, at which autocast still has the temporary casts of all layers
+        head=_head_bytes(sizes, method, tokens, fused=fused_loss) + (temporary_casts if saved.is_cached else 0),
         layer=layer,
         attention=max(attention_bytes, default=0.0) + copied_keys,
     )
@@ -435,10 +442,11 @@ def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, 
         weights = 2 * parameters + 4 * adapters if method.lora else 4 * parameters
         gradients = 4 * trained * (2 if gpus > 1 else 1)  # several GPUs exchange them in buckets of the same size
         return {"weights": weights, "gathered": casts, "gradients": gradients, "optimizer": 8 * trained, "step": 0}
-    # DeepSpeed sums gradients in fp32, and has two buckets of `reduce_bucket_size` in bfloat16
+    # DeepSpeed sums gradients in fp32. It has two buckets of `reduce_bucket_size` = hidden ** 2 numbers, with 2 bytes
+    # for each number
     buckets = 2 * min(2 * sizes.hidden**2, trained)
     divided_states = {"gradients": 4 * trained / gpus + buckets, "optimizer": 12 * trained / gpus}
-    weights = 2 * (parameters + adapters)
+    weights = 2 * (parameters + adapters)  # all in bfloat16, adapters too
     if method.engine == "ZeRO-2":
         return divided_states | {"weights": weights, "gathered": 0, "step": 0}
     # ZeRO-3 has gathered the head, and those layers that are used again soon, or at least two layers
@@ -476,4 +484,5 @@ def largest_tokens(predict: Callable[..., PeakMemory], memory: float, max_tokens
     Returns:
         A number of tokens, or 0 if no micro-batch fits.
     """
+    # The memory grows with the number of tokens, so the numbers that fit come first
     return bisect_right(range(1, max_tokens + 1), memory, key=lambda tokens: predict(tokens=tokens).total)

@@ -1,4 +1,4 @@
-"""Read tokens and labels of a tokenised dataset as numpy views. No other module touches the storage of tokens.
+"""Read tokens and labels of a tokenised dataset as numpy views. No other module touches the Arrow buffers of tokens.
 
 TRL tokenises the dataset to a table with `input_ids`, and often with `labels` or a mask of the trained tokens.
 `TokenReader` reads this table. `documents.py` asks it for the lengths of the rows and their numbers of labels, and
@@ -57,8 +57,8 @@ class RowReader(ABC):
     # A function that returns, for documents, the numbers to compare in place of their tokens when a collator looks for
     # common beginnings. None if tokens can be compared
     compare: "Compare | None" = None
-    # The row of the dataset from which each row of the table was made. None if rows are not divided into turns, or have
-    # no images
+    # The row of the dataset from which each row of the table was made, for a reader that divides conversations with
+    # images into turns. Otherwise None: conversations without images are divided before the table is made
     conversations: Int64Array | None = None
     turns: PerTurnCounts | None = None  # counts of the turns. None if rows are not divided into turns
     _table: Dataset  # the table that is read; it has R rows
@@ -81,7 +81,7 @@ class RowReader(ABC):
         return bad_row_mask(self._table)
 
     def digests(self, rows: Int64Array) -> bytes | None:
-        """Return a hash of the tokens and images of each row, one behind the other; None if rows hold tokens only."""
+        """Return a hash of the tokens and images of each row, in one string of bytes; None if rows hold tokens only."""
         return None
 
     def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
@@ -91,9 +91,10 @@ class RowReader(ABC):
     def find_cuts(self, row: int, max_length: int) -> list[int] | None:
         """Return the places where a row is cut into fragments of at most `max_length` tokens, without cutting an image.
 
+        It is called only for a reader that does not cut anywhere (`cuts_anywhere`).
+
         Returns:
-            The places, from 0 to the number of tokens of the row. None if an image is too long for a fragment. It is
-            not called if the reader `cuts_anywhere`.
+            The places, from 0 to the number of tokens of the row. None if an image is too long for a fragment.
         """
         return None
 
@@ -101,18 +102,19 @@ class RowReader(ABC):
         """Return the section of a report on images, for an `EpochPlanner`; None if rows hold tokens only."""
         return None
 
-    def drop_undividable(self, spans: T, max_length: int, *, needs_all_rows: bool) -> T:
+    def drop_cut_images(self, documents: T, max_length: int, *, needs_all_rows: bool) -> T:
         """Drop the documents that cannot be truncated to `max_length` tokens, because this would cut an image.
 
         Args:
-            spans: `Documents` (`documents.py`, which imports this module).
+            documents: `Documents` (`documents.py`, which imports this module). Their ledger counts what is dropped.
+            max_length: largest number of tokens of a document.
             needs_all_rows: raise a ValueError if there is such a document, because evaluation has a result for every
                 row.
 
         Returns:
-            The other documents. They were counted as dropped in the ledger.
+            The other documents.
         """
-        return spans
+        return documents
 
     @property
     def comparison_reader(self) -> "TokenReader":
@@ -180,8 +182,8 @@ def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) ->
 class _ListColumn:
     """A column of lists of integers: for each Arrow chunk its flat values, and the offsets of its rows in them.
 
-    Opening a column copies nothing, and the time does not depend on the number of rows. Only a dataset with selected
-    rows needs memory: 8 bytes per row.
+    Opening a column copies nothing, and the time does not depend on the number of rows. `lengths` takes 8 bytes per row
+    once it is asked for, and the indices of a dataset with selected rows take as much.
 
     Args:
         name: the name of the column, for messages.
@@ -352,7 +354,7 @@ class TokenReader(RowReader):
         """Return the documents of each row, from the column `seq_lengths`, see `RowReader`."""
         if self._seq_lengths is None:
             return None
-        documents_per_row = self._seq_lengths.lengths
+        documents_per_row = self._seq_lengths.lengths  # number of values of the column in each row
         lengths_of_rows = [self._seq_lengths.read(row, 0, num) for row, num in enumerate(documents_per_row)]
         lengths = np.concatenate([np.zeros(0, np.int64), *lengths_of_rows])
         return documents_per_row, lengths.astype(np.int64, copy=False)
@@ -384,23 +386,22 @@ class TokenReader(RowReader):
             Tokens, shape (N, width), with 2**32 - 1 (`END_TOKEN_KEY`) behind the end of a span. They are big-endian, so
             that rows of this array can be sorted by their bytes.
         """
-        first_tokens = np.full((len(row), width), END_TOKEN_KEY, dtype=">u4")
-        num_tokens = np.clip(stop - start, 0, width)
-        not_empty = np.flatnonzero(num_tokens)
+        first_tokens = np.empty((len(row), width), dtype=">u4")
+        num_tokens = stop - start
+        not_empty = np.flatnonzero(num_tokens > 0)
         for values, places, offset in self._tokens.by_chunk(row[not_empty]):
             # First copy `width` tokens for each span, also if the span is shorter. `first` is where the span begins in
             # `values`, which may end before it has `width` tokens
             spans = not_empty[places]
             first = offset + start[spans]
             has_width = first + width <= len(values)
-            if has_width.any():
+            if has_width.any():  # otherwise the chunk may be shorter than the window
                 first_tokens[spans[has_width]] = sliding_window_view(values, width)[first[has_width]]
             for i, first_token in zip(spans[~has_width].tolist(), first[~has_width].tolist(), strict=True):
                 tokens = values[first_token : first_token + width]
                 first_tokens[i, : len(tokens)] = tokens
         # Then overwrite the tokens behind the end of a span
-        for i in np.flatnonzero((num_tokens > 0) & (num_tokens < width)).tolist():
-            first_tokens[i, num_tokens[i] :] = END_TOKEN_KEY
+        first_tokens[np.arange(width) >= num_tokens[:, None]] = END_TOKEN_KEY
         return first_tokens
 
     def read_spaced_tokens(
@@ -441,7 +442,8 @@ class TokenReader(RowReader):
             last = token_offset + stop[spans]
             low = int(first.min())
             high = int(last.max())
-            # Each row has as many labels as tokens, so the offsets of all rows of a chunk differ by the same number
+            # Each row has as many labels as tokens. So in a chunk, where rows follow each other in both columns, the
+            # labels of every row stand `shift` values behind its tokens
             shift = int(label_offset[0] - token_offset[0])
             chunk_labels = labels[low + shift : high + shift]
             is_wrong = (chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high])

@@ -2,7 +2,8 @@
 
 The user may name two columns of the dataset: `weight_column` with a number by which the loss of a row is multiplied,
 and `source_column` with the name of the data set that a row comes from, whose loss is logged separately. A document has
-the weight and the source of its row. So do all fragments of a split row, and all documents of a row with `seq_lengths`.
+the weight and the source of its row. If a long row is split into several documents, or is a pack of several documents
+already (`seq_lengths`), all of them have them.
 
 `read_row_values` reads both columns of a table. `DocumentDataset` (`loaders.py`) adds the values of its row to each
 document, and `RowValuesCollator` makes two tensors of them, with one entry for each document of the batch: `WEIGHTS`
@@ -126,6 +127,7 @@ def check_row_values(
     Raises:
         ValueError: the weight or the source is missing or has the wrong type.
     """
+    # Without a column, a value is checked that is good
     weight = 0 if weight_column is None else row.get(weight_column)
     if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
         raise ValueError(
@@ -243,9 +245,10 @@ class RowValuesCollator:
     collate: Callable[[Any], dict[str, Any]]  # the other collator
     # The entries to add (`WEIGHTS`, `SOURCES`), each with the key under which documents hold its value
     keys: dict[str, str]
-    # Number of each source by the value of its column, if documents hold this value. None if they hold the number
+    # Packed documents of a table hold the numbers of their sources, and need none of the following. Unpacked rows hold
+    # the value of the column: then this is the number of each value
     source_numbers: Mapping[Any, int] | None = None
-    # Whether documents hold the names of their sources. The batch then has a list of names, with None in place of 0
+    # For a stream: documents hold names of sources, and the batch gets a list of names, with None in place of 0
     names_sources: bool = False
 
     def __call__(self, documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -253,19 +256,16 @@ class RowValuesCollator:
         without_values = (
             {key: value for key, value in document.items() if key not in value_keys} for document in documents
         )
+        # `like`: a list that belongs to the same group of ranks as `documents`
         batch = self.collate(RankShare.like(documents, without_values))
-        num_padding = layout_of(batch).document_count - len(documents)  # the layout counts padding as documents
+        # The layout counts padding as documents. A dummy document is in `documents`, and has no value
+        num_padding = layout_of(batch).document_count - len(documents)
         for key, document_key in self.keys.items():
+            values = [document.get(document_key) for document in documents] + [None] * num_padding
             if key == SOURCES and self.names_sources:
-                names = [str(document[document_key]) if document_key in document else None for document in documents]
-                batch[key] = names + [None] * num_padding
+                batch[key] = [None if value is None else str(value) for value in values]
                 continue
             if key == SOURCES and self.source_numbers is not None:
-                values = [
-                    self.source_numbers[document[document_key]] if document_key in document else 0
-                    for document in documents
-                ]
-            else:
-                values = [document.get(document_key, 0) for document in documents]
-            batch[key] = torch.tensor(values + [0] * num_padding, dtype=DTYPES[key])
+                values = [None if value is None else self.source_numbers[value] for value in values]
+            batch[key] = torch.tensor([0 if value is None else value for value in values], dtype=DTYPES[key])
         return batch

@@ -8,9 +8,9 @@ with each checkpoint (`training/restart.py`).
 
 Documents are packed in the order of their arrival. The oldest waiting document begins a pack, and the pack is filled
 exactly, if possible, from at most `buffer_size` waiting documents. Then it is closed. All packs of an optimizer step
-are scheduled together, as for a table. The last step of a pass may have fewer packs; its documents are spread over all
-micro-batches of the step. So every document is in exactly one pack of a pass. Then the next pass begins, without end:
-`max_steps` ends the run.
+are scheduled together, as for a table. If there are too few packs for the last step of a pass, they are split, so that
+all its micro-batches get documents. So every document is in exactly one pack of a pass. Then the next pass begins,
+without end: `max_steps` ends the run.
 
 Words:
     pass     one reading of the whole stream: an epoch.
@@ -64,18 +64,18 @@ TEXT_ROWS = StreamTokens()  # makes documents of rows that have tokens
 MOST_BYTES = 2**28  # largest size of what waiting documents hold beside tokens, such as encoded images
 STATE_COLUMNS = ("input_ids", "labels")  # keys of a document that are arrays of tokens in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
-# Settings that may change when a run resumes, as the settings of packing in `REPLANNED_SETTINGS` may. If one has
-# changed, the remaining documents of the pass are divided anew. `num_shards` is the number of shards of a rank
+# Settings that may change when a run resumes; the settings of packing in `REPLANNED_SETTINGS` may change, too. If one
+# has changed, the remaining documents of the pass are divided anew. `num_shards` is the number of shards of a rank
 READER_SETTINGS = ("rank", "num_workers", "num_shards")
-# Attributes of `PackedStream` that a state holds beside the documents and the positions of the readers, and their keys
+# A state holds the documents, the positions of the readers, and these attributes of `PackedStream`: name -> key in the
+# state. Two keys differ from the names, because checkpoints of earlier versions have them
 SAVED_FIELDS = {
     **{name: name for name in ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "digest")},
     "is_rest_of_pass": "rest",
     "ranks_reading": "count",
 }
 StreamPack = list[DocumentTokens]  # the documents of a pack
-# A part of the stream: its path, and the epoch, which decides the order of a shuffled stream. A path has a pair
-# for each division of the stream, one after another: (number of pieces, index of the piece)
+# A part of the stream: its path (`StreamPath`), and the epoch, which decides the order of a shuffled stream
 StreamPart = tuple[list[tuple[int, int]], int]
 
 
@@ -185,7 +185,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         if self.num_workers < num_workers and rank == 0:
             message = "dataloader_num_workers=%d was given; %d workers read, because each needs its own shard."
             logger.warning(message, num_workers, self.num_workers)
-        if self.num_workers:
+        if self.num_workers:  # workers are forked, and gloo has threads
             wait_for_threads_before_forks()
         self.worker_kwargs = worker_kwargs or {} if self.num_workers else {}
         self.begin()
@@ -226,8 +226,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             for micro_batches in self._one_pass():
                 self.num_steps += 1
                 self._snapshots[self.num_steps] = self._snapshot()
-                # Training is up to `1 + num_ahead` micro-batches behind, because the loader takes them ahead. The state
-                # of the step that was trained last may still be saved, so it is not removed
+                # Training is up to `1 + num_ahead` micro-batches behind: the one that is trained, and those that the
+                # loader takes ahead. The state of the step that was trained last may still be saved, so it stays
                 num_steps_ahead = -(-(1 + self.num_ahead) // self.packing.accumulation)
                 oldest = self.num_steps - num_steps_ahead
                 self._snapshots = {step: state for step, state in self._snapshots.items() if step >= oldest}
@@ -238,9 +238,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                     self.counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
             if self.ranks_reading > self.ranks_per_share and self.rank >= self.ranks_per_share:
-                # In this pass more ranks have read, and counted, the same parts than in the next pass, where each group
-                # of `ranks_per_share` ranks reads parts of its own. From then on the counts of all groups are added. So
-                # only the first group keeps what was counted until now
+                # Until now more ranks have read, and counted, the same parts. From the next pass on each group of
+                # `ranks_per_share` ranks reads parts of its own, and reports add up the counts of the groups. So only
+                # the first group keeps the counts until now, and the other groups begin at zero
                 self.counts = StreamCounts()
             self.num_passes += 1
             self._begin_pass()
@@ -255,8 +255,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
         packs = packing.pack_stream(self._arriving_lengths(), bytes_of, self.most_bytes)
         while True:
-            # Close packs until there are enough for an optimizer step. When the last document has arrived, close all
-            # remaining packs.
+            # Close packs until there are enough for an optimizer step. To fill a pack, `packs` reads documents by
+            # `_arriving_lengths`, which puts them into `_waiting`. Once the last document has arrived, close all
+            # remaining packs: this loop then does not stop, and the loop around it takes them step by step.
             for positions in packs:
                 self._closed_packs.append([self._waiting.pop(position) for position in positions])
                 if len(self._closed_packs) >= packing.packs_per_step and not self._all_arrived:
@@ -282,6 +283,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for document in documents:
             self.digest = zlib.crc32(np.ascontiguousarray(document["input_ids"]).data, self.digest)
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
+        # Of each document: its images, the values in them (colors of pixels), and the sum of squares of these numbers
         num_images, num_values, squares = self.rows.count_images(documents).T
         image_costs = packing.cost_model.tower(num_values, squares)
         num_trained = np.array([np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents])
@@ -342,7 +344,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def settings(self) -> dict[str, Any]:
         """The settings that a state holds, so that a restart can compare them with its own."""
         stream_settings = {name: getattr(self, name) for name in (*READER_SETTINGS, "weight_column", "source_column")}
-        stream_settings["image processor"] = self.rows.processor_settings
+        stream_settings["image processor"] = self.rows.processor_settings  # no attribute: the key is for messages
         return self.packing.settings("stream") | stream_settings
 
     def _snapshot(self) -> dict[str, Any]:
@@ -440,20 +442,22 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 "settings give other packs, so the documents not trained yet are unknown. Set them back, or set "
                 "`ignore_data_skip=True` to start the stream from its beginning."
             )
-        # Then collect the parts that no rank has read. Neighbouring ranks that read the same parts have equal states.
-        # Only the first of these states is used
-        different_states = states[:: first_state["count"]]
+        # Then collect the parts that no rank has read. `ranks_reading` neighbouring ranks read the same parts and have
+        # equal states. Only the first of these states is used
+        ranks_reading = first_state[SAVED_FIELDS["ranks_reading"]]
+        different_states = states[::ranks_reading]
         last_pass = max(state["num_passes"] for state in different_states)
         unread = []
         for state in different_states:
             for part, reader in zip(state["parts"], state["readers"], strict=True):
                 if not reader["done"]:
-                    # `chunks` tells which workers of the earlier run have yielded more chunks than others and have to
-                    # wait for them. This run has other workers, which begin together
+                    # By `chunks` a worker of the earlier run waits if it has yielded more chunks than other workers.
+                    # This run has other workers, which begin together
                     unread.append((part, reader | {"chunks": 0}))
-            # A rank that is behind has read nothing of the later passes
+            # A rank that is behind has read nothing of the later passes: its whole share of them is unread
             for epoch in range(state["num_passes"] + 1, last_pass + 1):
-                unread.append((([*state["share"]], epoch), asdict(ReaderState())))
+                part = ([*state["share"]], epoch)
+                unread.append((part, asdict(ReaderState())))
         documents = [
             document for state in different_states for document in decode_documents(state["documents"], self.rows)
         ]

@@ -49,20 +49,22 @@ DocumentTokens = dict[str, Any]
 """One document: `input_ids` and `labels`, int32 arrays of shape (tokens,). If rows have weights, also its weight, a
 scalar. If rows have sources, also the name of its source. If rows have images, also the images, encoded."""
 
-Path = Sequence[tuple[int, int]]
+StreamPath = Sequence[tuple[int, int]]
 """How a part is cut out of a stream. The stream is divided, then one piece of it is divided again, and so on. For each
-division the path has the number of pieces and the index of the piece that is used. The empty path is the whole stream.
+division the path has the number of pieces and the index of the piece that is used. The empty path is the whole stream;
+((4, 1), (2, 0)) is the first half of the second quarter.
 """
 
 
-def part_of(dataset: IterableDataset, path: Path) -> IterableDataset:
+def part_of(dataset: IterableDataset, path: StreamPath) -> IterableDataset:
     """Return the part of a stream that a path names."""
     for num_pieces, index in path:
+        # Not contiguous: a piece has every `num_pieces`-th shard, as `datasets` divides streams between workers
         dataset = dataset.shard(num_pieces, index, contiguous=False)
     return dataset
 
 
-def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> tuple[Path, int]:
+def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> tuple[StreamPath, int]:
     """Decide what a rank reads.
 
     If the number of shards is a multiple of the number of groups of `degree` ranks, each group reads its own shards.
@@ -114,7 +116,7 @@ class DocumentChunk:
     """Documents that a reader yields together, with what a restart and a report need of them."""
 
     documents: list[DocumentTokens]
-    ledger: Ledger  # counts of the rows that were read for these documents
+    ledger: Ledger  # counts of the rows that were read for these documents: kept, cut and dropped (`documents.py`)
     reader: int  # number of the reader
     state: ReaderState  # the state of the reader after these documents
 
@@ -146,8 +148,8 @@ class StreamRows(ABC):
             packing: the settings that decide how documents are cut.
 
         Returns:
-            The documents; their spans in the rows that were read; and, if rows of the batch were divided into turns,
-            the index in the batch for each row that was read, else None.
+            The documents; their spans in the table; and None. If the reader divides conversations into turns, each turn
+            is a row of the spans, and the third value has the index in the batch for each of these rows.
 
         Raises:
             ValueError: a row cannot be read, or `make_documents` refuses the rows.
@@ -169,10 +171,11 @@ class StreamRows(ABC):
         return np.zeros((len(documents), 3), dtype=np.int64)
 
     def report_section(self, stream: Any, counts: Any) -> Any:
-        """Return the section of a report on the images of a `PackedStream` so far; None if documents have no images.
+        """Return the section of a report on the images of a stream so far; None if documents have no images.
 
         Args:
-            counts: the `StreamCounts`, added up over all ranks.
+            stream: the `PackedStream` (`stream.py`, which imports this module).
+            counts: its `StreamCounts`, added up over all ranks.
         """
         return None
 
@@ -248,8 +251,8 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         if worker:
             fsspec.asyn.reset_lock()  # inherited from the parent process; reading remote files would wait for it
         # The loader takes a chunk from each worker in turn. When the state was saved, it may have taken one chunk more
-        # from the first workers than from the others. Now it begins with the first worker again, so a worker that is
-        # ahead begins with an empty chunk.
+        # from the first workers than from the others, for example 3, 3, 2 and 2. Now it begins with the first worker
+        # again, but the third worker is next. So each worker that is ahead begins with an empty chunk.
         states_by_worker = [self.states[i::num_workers] for i in range(num_workers)]
         num_chunks = [sum(state.chunks for state in states) for states in states_by_worker]
         workers_with_rows = [i for i, states in enumerate(states_by_worker) if not all(state.done for state in states)]
@@ -272,8 +275,8 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         # `iter(dataset)` is not used: in a worker it would split the part between the workers once more
         batches = dataset.iter(batch_size=self.rows.chunk)
         if position is None and state.examples:
-            # The position is not known exactly, so the part is read from its beginning, and the rows that were read
-            # before are discarded
+            # The position is not known exactly, so the part is read from its beginning, and the batches that were read
+            # before are discarded. All of them had `chunk` rows, except for the last one of the part
             num_batches = -(-state.examples // self.rows.chunk)
             next(islice(batches, num_batches - 1, None), None)
         num_rows = state.examples
@@ -301,14 +304,16 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             table = as_table(batch, *columns)
             values = read_row_values(table, *columns, name="train")
             documents, spans, row_of_turns = self.rows.read(batch, table, self.packing)
+            # A turn has the values of its conversation. `row_of_turns` is None if rows are not divided into turns, and
+            # then all values stay as they are
             values = values.select(row_of_turns)
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {num_rows:,} of those that this reader read.)"
             ) from error
         for document, row in zip(documents, spans.row, strict=True):
-            document |= values.for_row(row)
-            if values.sources is not None:
+            document |= values.for_row(row)  # its weight, and the number of its source
+            if values.sources is not None:  # a stream has names of sources in place of numbers, see `row_values.py`
                 document[SOURCES] = values.names[values.sources[row]]
         return documents, spans.ledger
 

@@ -1,9 +1,9 @@
-"""Work around two races in CPython: between threads of gloo and a fork, or the exit of the interpreter.
+"""Work around two races in CPython. One is between a thread of gloo and a fork, the other between it and the exit.
 
 Gloo is the backend that ranks on CPUs use for collectives. Streams and data loaders call
 `wait_for_threads_before_forks` before they start workers, and the trainer calls `wait_for_threads_at_exit`.
 
-This module imports only the standard library, so that a test can fork often.
+This module imports only the standard library, so that a test can fork often: a process with torch forks slowly.
 """
 
 import atexit
@@ -34,7 +34,9 @@ def _wait_for_threads() -> None:
     # `sys._current_frames` takes the lock of the interpreter and releases it. So it waits for a thread that has it
     time.sleep(0.01)  # releases the GIL, so that a waiting thread enters Python
     was_enabled = gc.isenabled()
-    gc.disable()  # a garbage collection under this lock could wait for a thread that waits for the lock
+    # A garbage collection while the lock is held could release a tensor, and for this wait for a thread that itself
+    # waits for the lock
+    gc.disable()
     try:
         sys._current_frames()
     finally:

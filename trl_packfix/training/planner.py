@@ -60,7 +60,7 @@ def documents_of(reader: RowReader, config: "SFTConfig | PlanningSettings") -> D
         config.max_length,
         config.effective_overlong,
         truncation_mode=config.truncation_mode,
-        wrapped=STRATEGIES[config.packing_strategy].cuts_blocks,  # documents are cut where a block of tokens ends
+        cuts_blocks=STRATEGIES[config.packing_strategy].cuts_blocks,  # documents are cut where a block of tokens ends
         feature=features_of(config),
     )
 
