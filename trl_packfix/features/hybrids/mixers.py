@@ -11,24 +11,26 @@ transformers still decides whether a kernel or plain torch computes it. The argu
 function; `running`, the `PackedForward` with the boundaries; and the arguments of the mixer.
 
     convolution  A kernel that takes boundaries (`seq_idx`) gets them. Otherwise, and where ranks share the pack, each
-                 document is laid out behind the W - 1 tokens that it may read: zeros, rows of the previous rank, or
-                 rows of its prefix
-    scan         A kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Otherwise documents are rows of
-                 right-padded batches. Where ranks share the pack, they first exchange tokens for heads, as attention
-                 does. Where documents share prefixes, `prefixes.py` runs the scan
+                 document is laid out behind the W - 1 tokens that it may read: zeros, tokens of the previous rank, or
+                 tokens of its prefix
+    scan         A kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Otherwise documents become the
+                 sequences of right-padded batches. Where ranks share the pack, they first exchange tokens for heads, as
+                 attention does. Where documents share prefixes, `prefixes.py` runs the scan
     fused        A kernel that computes convolution, scan and output projection runs only if it takes boundaries and
                  hides no adapter. Otherwise the mixer calls convolution and scan one by one
 
 No interface of transformers gives access to these functions. `use_kernel_func_from_hub_with_fallback` fixes its choice
 at import in a closure. `kernelize` replaces functions for the whole life of a model, and by repositories of the Hub
-only. A mixer that calls functions of other names is no error here: the leak probe finds that its documents change each
-other, and repairs its module.
+only. A mixer that calls functions of other names is no error here: the test of the model before training
+(`isolation/`) finds that its documents change each other, and repairs its module.
 
 Words:
 
     part    the tokens of a pack that one of s ranks holds, where ranks share the pack
     prefix  the common beginning of documents, which a pack with `kv_index` has only once
     state   what a scan remembers of the tokens so far, a tensor per head
+    call    a `ScanCall` of `prefixes.py` holds the arguments of a scan: `values`, tensors with H heads; `keys`, with G
+            heads; `parameters`, one number or tensor per head; and the function that runs the scan on them
 
 Shapes: T tokens of the pack, s ranks that share it, C channels, W width of the convolution, H heads of values, G heads
 of keys. Names of arguments such as `dt`, `A`, `B`, `g` and `beta` are those of the replaced functions.
@@ -68,13 +70,13 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
     num_heads = scan.values[0].shape[2]
     num_key_heads = scan.keys[0].shape[2]
     exchange = HeadExchange(num_heads, num_key_heads, running.group)
-    tensors = [*scan.values, *scan.keys]
+    tensors = [*scan.values, *scan.keys]  # values first
     num_values = len(scan.values)
     # One exchange per dtype: decays, for instance, are fp32 beside values in bf16.
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         indices = [i for i, x in enumerate(tensors) if x.dtype == dtype]
         heads_first = [tensors[i].transpose(1, 2) for i in indices]  # (1, heads, T / s, ...)
-        num_values_of_dtype = sum(i < num_values for i in indices)
+        num_values_of_dtype = sum(i < num_values for i in indices)  # in `heads_first`, too, values come first
         all_tokens = exchange.to_heads(heads_first[:num_values_of_dtype], heads_first[num_values_of_dtype:])
         for i, x in zip(indices, all_tokens, strict=True):
             tensors[i] = x.transpose(1, 2)
@@ -88,9 +90,9 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
         boundaries = _boundary_tensor(running, scan.boundaries, scan.values[0].shape[1])
         out = scan.call(scan.values, scan.keys, scan.parameters, **{scan.boundaries: boundaries})
     else:
-        rows = running.document_rows(running.num_tokens)
+        rows = running.document_rows(running.num_tokens)  # `DocumentRows`: the tokens of each document in the pack
         outs = []
-        for batch in rows.padded_batches:
+        for batch in rows.padded_batches:  # documents of similar length, as sequences of one batch
             values = [batch.split(x, AXES_OF_TOKENS) for x in scan.values]
             keys = [batch.split(x, AXES_OF_TOKENS) for x in scan.keys]
             outs.append(scan.call(values, keys, scan.parameters))
@@ -194,8 +196,10 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     steps = torch.arange(num_rows, device=bounds.device)
     tokens = steps + first_token  # the rows of this rank, counted in the pack
     document = torch.bucketize(tokens, bounds[1:], right=True)  # for each row its document, or its run
-    # W - 1 rows of context come before the first row of this rank, and before each further document on it.
+    # W - 1 rows of context come before the first row of this rank, and before each further document on it. With W = 3
+    # and two documents of 2 and 1 rows the layout is . . a b . . c, and `places` is 2 3 6.
     places = steps + (document - document[:1] + 1) * (width - 1)
+    # Room for the context of all documents of the pack, of which this rank may have fewer: the end stays unused.
     source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
     for distance in range(width):
         # The token `distance` before each row, as its number among the keys of all documents. Where it is before the
@@ -206,6 +210,7 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
         earlier_row = earlier_key
         if running.kv_index is not None:
             earlier_row = running.kv_index[earlier_key.clamp(min=0)]
+        # In the concatenation, one row of zeros and W - 1 rows of the previous rank come before the rows of this rank
         source[places - distance] = torch.where(is_in_document, earlier_row - first_token + width, 0)
     return source, places
 
@@ -245,7 +250,7 @@ def scan_delta(
         parameters=[],
         call=call,
         boundaries="cu_seqlens" if takes_argument(inner, "cu_seqlens") else None,
-        states=("initial_state", "output_final_state"),
+        state_options=("initial_state", "output_final_state"),
     )
     return run_scan(scan, running), None
 
@@ -273,7 +278,7 @@ def scan_chunks(
     D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
     if running.kv_index is not None:
         # A step size of 0 in the padding must reach the scan as 0, so that it leaves a state as it is. The kernel would
-        # still change it by bias, softplus and limits. So these are applied here, in the dtype of the kernel's sums.
+        # still change it by bias, softplus and limits. So these are applied here, in fp32 as in the kernel.
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
@@ -295,7 +300,7 @@ def scan_chunks(
         parameters=[A, D, dt_bias],
         call=call,
         boundaries="seq_idx" if takes_argument(inner, "seq_idx") else None,
-        states=("initial_states", "return_final_states"),
+        state_options=("initial_states", "return_final_states"),
     )
     return run_scan(scan, running)
 
@@ -343,8 +348,8 @@ def scan_channels(
 def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **options: Any) -> Tensor | None:
     """Run the kernel that computes convolution, scan and output projection; None makes the mixer run them one by one.
 
-    The kernel computes the projection from its weight alone, without an adapter around it. The weight is frozen where
-    there is an adapter, so the kernel runs only if the weight is trained.
+    The kernel computes the projection from its weight alone, so an adapter around it would be left out. An adapter
+    freezes the weight, so the kernel runs only if the weight is trained.
     """
     projection_weight = options.get("outproj_weight")
     seq_idx = _seq_idx_argument(inner, running, args[0].shape[1])

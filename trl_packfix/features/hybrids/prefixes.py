@@ -59,9 +59,9 @@ class ScanCall(NamedTuple):
         call: (values, keys, parameters, **options) -> (rows, T, H, D). With the option for final states, it returns a
             pair: this output, and the states after the last token of each row.
         boundaries: the option by which `call` takes boundaries; None if it takes none.
-        states: the names of two options of `call`: the states with which the rows begin (None: zeros), and whether to
-            return the states at the end. None if `call` has no such options. A token that is zero in all tensors leaves
-            a state as it is.
+        state_options: the names of two options of `call`: the states with which the rows begin (None: zeros), and
+            whether to return the states at the end. None if `call` has no such options. A token that is zero in all
+            tensors leaves a state as it is.
     """
 
     values: Sequence[Tensor]
@@ -69,7 +69,7 @@ class ScanCall(NamedTuple):
     parameters: Sequence[Tensor | None]
     call: Callable[..., Any]
     boundaries: str | None = None
-    states: tuple[str, str] | None = None
+    state_options: tuple[str, str] | None = None
 
 
 class Piece(NamedTuple):
@@ -192,7 +192,7 @@ def run_levels(scan: ScanCall, running: PackedForward) -> Tensor:
     Raises:
         ValueError: the scan cannot begin with the state after a prefix.
     """
-    if scan.states is None:
+    if scan.state_options is None:
         raise ValueError(
             f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a scan that cannot begin "
             'with the state of a prefix. Its documents must be whole. Set `share_prefixes="off"`.'
@@ -201,7 +201,7 @@ def run_levels(scan: ScanCall, running: PackedForward) -> Tensor:
     # Behind the last row of the pack comes a row of zeros, which batches read as padding.
     padded = [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
     num_values = len(scan.values)
-    initial_option, final_option = scan.states
+    initial_option, final_option = scan.state_options
     outs: list[Tensor] = []
     final_states: list[Tensor] = []  # the states after the paths of each call so far
     for batches, parents in levels:

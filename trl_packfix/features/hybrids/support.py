@@ -21,8 +21,8 @@ from ...attention.packed_forward import running_pack
 from ...compat import ReplacedFunctions, find_kernel_package
 from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
 
-# By the name of a function in a modeling module, the function that replaces it in packs. The keys are the names in
-# `MIXER_FUNCTIONS`
+# By the name of a function in a modeling module, the function that replaces it in packs. There is one for each name in
+# `MIXER_FUNCTIONS`, by which the core finds mixers without this folder.
 MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve_documents,
     "torch_chunk_gated_delta_rule": scan_delta,
@@ -59,7 +59,7 @@ class HybridMixers(MixerSupport):
         return any(name in namespace for name in MIXER_FUNCTIONS)
 
     def tokens_summed_in_common(self, model: nn.Module) -> int:
-        """Return the chunk size of Mamba-2's kernel, in tokens, if the model runs packs on this kernel, else 0.
+        """Return the chunk size of Mamba-2's Triton kernel, in tokens, if the model runs packs on this kernel, else 0.
 
         The kernel sums the decays of the tokens of a chunk, whichever documents they belong to, and takes for each
         document the difference of two sums. So the decays of other documents cancel only up to rounding, in outputs and
@@ -67,6 +67,7 @@ class HybridMixers(MixerSupport):
         """
 
         def runs_on_kernel(module: nn.Module) -> bool:
+            # A modeling module without Mamba-2 has no such function, and the fallback in plain torch has no `seq_idx`
             scan = vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan")
             return bool(scan) and takes_argument(scan, "seq_idx")
 
@@ -75,6 +76,7 @@ class HybridMixers(MixerSupport):
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
         """Return the sorted names for pip of packages with missing kernels; None if no known kernel is used."""
+        # (package, whether it is installed) of each function that has a kernel
         kernels = [find_kernel_package(namespace[name]) for namespace, name in mixer_function_places(model)]
         known_kernels = [kernel for kernel in kernels if kernel is not None and kernel[0] in PIP_NAMES]
         if not known_kernels:
@@ -84,7 +86,8 @@ class HybridMixers(MixerSupport):
 
 MIXERS = HybridMixers()
 
-# By original function, its replacement. All models share them, so that compiled graphs that call them stay valid.
+# By original function, its replacement. It is made once per process and serves all models: a new function would make
+# torch compile the graphs that call it again.
 _replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 

@@ -32,15 +32,15 @@ class ImageExamples:
     Args:
         process: makes the document of a row, with the processor of the model.
         text_field: the column of plain text, for a processor without a chat template.
-        rope_index: computes M-RoPE positions, or None for models without them.
+        rope_index: the method of the model that computes M-RoPE positions, or None for models without them.
 
     Raises:
         ValueError: an output of the processor cannot be joined over documents.
     """
 
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
-        # The user's collator may train completions or answers only. It then refuses messages without completions or
-        # answers, such as the messages of these documents
+        # `process` has the settings of the run, which may train completions or answers only. Messages without
+        # completions or answers, such as the messages of these documents, would then be refused
         self.process = process.without_masks()
         self.processor = process.processor
         self.text_field = text_field
@@ -50,7 +50,7 @@ class ImageExamples:
 
     @property
     def feature(self) -> Feature:
-        """The feature of packs with these images."""
+        """The hooks that the rest of the package calls for packs with images (`feature.py`), with these examples."""
         return ImagePacks(self)
 
     def image(self, width: int, height: int) -> "Image.Image":
@@ -68,7 +68,10 @@ class ImageExamples:
         return self.process({"images": images, "messages": [{"role": "user", "content": content}]})
 
     def placeholder(self) -> dict[str, Any]:
-        """Return a document with one small image and no trained token. It is added to packs without images."""
+        """Return a document with one small image and no trained token.
+
+        It is added to packs without images, so that all ranks run the vision tower and gather its weights.
+        """
         document = self.document([self.image(*SMALL)])
         return document | {"labels": np.full(len(document["input_ids"]), IGNORE_INDEX)}
 
@@ -91,8 +94,8 @@ class ImageExamples:
             _, stop = image_spans[-1]
             token_outputs = {name: piece[name][:, first:stop] for name in self.layout.tokens & piece.keys()}
             pieces.append(piece | token_outputs | {"input_ids": piece["input_ids"][first:stop]})
-        # Join the pieces as the documents of a pack are joined, without boundaries. In a document without images all
-        # outputs for tokens are 0
+        # Join the pieces as the documents of a pack are joined, without boundaries. `image_outputs` has the outputs for
+        # tokens, too, unless no piece has an image: then they are 0
         tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
         token_outputs = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
         runs = [DocumentRun(i) for i in range(len(pieces))]
@@ -105,8 +108,8 @@ class ImageExamples:
         """Return the batch of a pack as in training, without labels.
 
         Args:
-            documents: the documents of the pack. If they are a `RankShare` of a group of ranks, the batch is the part
-                of the pack that the rank holds.
+            documents: the documents of the pack. If they are a `RankShare`, the list of documents with the group of
+                ranks that share the pack, the batch is the part that this rank holds.
             text_collator: joins the tokens of the documents; None for a `PackedDataCollator`.
         """
         batch = PackCollator(text_collator or PackedDataCollator(), self.images)(documents)

@@ -20,9 +20,9 @@ from ...samples.checks import columns_of, first_rows, has_images, has_transform
 from ...samples.text_kinds import undecoded
 from ...samples.texts import MESSAGES, PAIR
 
-COLUMNS = (*MESSAGES, *PAIR)
+COLUMNS = (*MESSAGES, *PAIR)  # "messages" and the other names of columns of messages, "prompt" and "completion"
 KEYS = ("image", "image_url", "input_image")  # keys of a part of a content that name an image
-# A key of an image in JSON, or in the type of a column as `datasets` writes it
+# One of these keys, as JSON ("image": ...) or the type of a column ({'image': Value('string')}) has it
 NAMED_IMAGE = re.compile(rf"""["']({"|".join(KEYS)})["'] *:""")
 AnyDataset = TypeVar("AnyDataset")
 
@@ -42,10 +42,11 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     """
     if isinstance(dataset, dict):
         return type(dataset)({key: with_named_images(value, key) for key, value in dataset.items()})
-    columns: Any = [column for column in columns_of(dataset) if column in COLUMNS]
+    columns = [column for column in columns_of(dataset) if column in COLUMNS]
     if not columns or has_images(dataset) or has_transform(dataset) or not _names_images(dataset, columns):
         return dataset
     move: Any = partial(_move_images, columns=columns, name=name)
+    # No image is decoded: it would be encoded again when the row is written
     if isinstance(dataset, IterableDataset):
         stream: Any = (dataset.decode(False) if dataset.features else dataset).map(move, with_indices=True)
         return stream
@@ -80,7 +81,10 @@ def _column_names_image(values: pa.ChunkedArray) -> bool:
 
 
 def _contains_name(values: pa.Array) -> bool:
-    """Return whether values, which may be nested, contain one of `KEYS` with a value that is not None."""
+    """Return whether values, which may be nested, contain one of `KEYS` with a value that is not None.
+
+    In JSON the key is enough: a value of null is not told apart, and `_move_images` then finds no image.
+    """
     kind = values.type
     if isinstance(kind, pa.JsonType):
         return bool(pc.any(pc.match_substring_regex(values.storage, NAMED_IMAGE.pattern)).as_py())
@@ -89,9 +93,9 @@ def _contains_name(values: pa.Array) -> bool:
     if not pa.types.is_struct(kind):
         return False
     fields = {kind.field(i).name: values.field(i) for i in range(kind.num_fields)}
-    return any(
-        column.null_count < len(column) if key in KEYS else _contains_name(column) for key, column in fields.items()
-    )
+    images = [column for key, column in fields.items() if key in KEYS]
+    other_values = [column for key, column in fields.items() if key not in KEYS]
+    return any(column.null_count < len(column) for column in images) or any(map(_contains_name, other_values))
 
 
 def _without_images(feature: Any) -> Any:

@@ -10,10 +10,10 @@ of `attention/forwards.py` call this module:
        the gradients of its images from all ranks.
     3. Before the decoder, `cut_to_part` cuts the inputs to the tokens of this rank.
 
-This is right if the tower computes each image by itself. The proof of isolation for each degree confirms
-it. The inputs of a tower can be divided in two forms: N tiles (pieces of images) of one size, (N, channels, height,
-width); or the P patches of N images, (P, values), with the grid of each image, its number of patches along each axis.
-If a tower has other inputs, each rank computes all images.
+This is right if the tower computes each image by itself, which is tested on the model before packs are shared by a
+group of this size. The inputs of a tower can be divided in two forms: N tiles (pieces of images) of one size, (N,
+channels, height, width); or the P patches of N images, (P, values), with the grid of each image, its number of patches
+along each axis. If a tower has other inputs, each rank computes all images.
 
 Shapes: T tokens of the pack, s ranks that share it, V tokens of images.
 """
@@ -60,7 +60,8 @@ class TowerDivision:
         leaves, structure = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            # All images must have a whole number of output rows, if each input row has as many as on this rank
+            # A tower may return fewer rows than it reads, such as 1 for 4. In the ratio of this rank, the input rows of
+            # all ranks must give a whole number of output rows
             if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows_by_rank) % self.num_computed:
                 raise ValueError(
                     f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.num_computed} of "
@@ -68,7 +69,7 @@ class TowerDivision:
                     "pack divide. Its first axis does not belong to them, so it cannot be joined. Set "
                     "`tokens_per_rank=None`."
                 )
-        # 1. Send the outputs of this rank to each rank: the numbers of all tensors end to end.
+        # 1. Send the outputs of this rank to each rank: the elements of all tensors end to end, in one dtype.
         num_own_rows = self.rows_by_rank[self.group.rank]
         sent = torch.cat([tensor[: self._num_output_rows(tensor, num_own_rows)].flatten() for tensor in tensors])
         num_ranks = len(self.rows_by_rank)
@@ -79,8 +80,8 @@ class TowerDivision:
         received_sizes = [sum(sizes) for sizes in sizes_by_rank]
         received = exchange_pieces(sent.repeat(num_ranks), [len(sent)] * num_ranks, received_sizes, self.group)
         # 2. Join what all ranks sent for each tensor.
-        numbers_by_rank = received.split(received_sizes)
-        pieces_by_rank = [numbers.split(sizes) for numbers, sizes in zip(numbers_by_rank, sizes_by_rank, strict=True)]
+        from_ranks = received.split(received_sizes)
+        pieces_by_rank = [elements.split(sizes) for elements, sizes in zip(from_ranks, sizes_by_rank, strict=True)]
         joined = []
         for tensor, pieces in zip(tensors, zip(*pieces_by_rank, strict=True), strict=True):
             rows = [piece.view(-1, *tensor.shape[1:]) for piece in pieces]
@@ -122,7 +123,7 @@ def divide_tower_inputs(
     has_tiles = pixels.dim() == 4 and all(
         (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
     )
-    if grid is not None and pixels.dim() == 2 and len(tensors) == 2:
+    if grid is not None and pixels.dim() == 2 and len(tensors) == 2:  # no tensor whose rows are unknown
         sizes = grid.prod(-1).tolist()
     elif has_tiles:
         sizes = [1] * len(pixels)
@@ -130,7 +131,7 @@ def divide_tower_inputs(
         return args, kwargs, None
 
     # Divide the images and their rows among the ranks
-    bounds = _share_bounds(sizes, group.size)
+    bounds = _image_bounds(sizes, group.size)
     first_rows = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     rows_by_rank = [first_rows[stop] - first_rows[first] for first, stop in pairwise(bounds)]
     has_images = rows_by_rank[group.rank] > 0
@@ -143,7 +144,7 @@ def divide_tower_inputs(
     return own_args, own_kwargs, TowerDivision(rows_by_rank, group, own_rows.stop - own_rows.start)
 
 
-def _share_bounds(sizes: list[int], degree: int) -> list[int]:
+def _image_bounds(sizes: list[int], degree: int) -> list[int]:
     """Divide consecutive images evenly among ranks: return the first image of each rank, and the number of images.
 
     The rows of all images are divided into `degree` equal ranges, one for each rank. An image belongs to the rank
@@ -153,7 +154,7 @@ def _share_bounds(sizes: list[int], degree: int) -> list[int]:
         sizes: number of rows of each image.
         degree: number of ranks.
 
-    >>> _share_bounds([4, 4, 4, 12], 2), _share_bounds([1], 4)
+    >>> _image_bounds([4, 4, 4, 12], 2), _image_bounds([1], 4)
     ([0, 3, 4], [0, 0, 0, 1, 1])
     """
     num_rows = sum(sizes)
@@ -197,7 +198,9 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
             cut_inputs[name] = value[:, rows]
-        elif name == "position_ids" and value is not None:  # (1, T) and, with M-RoPE, (4, 1, T)
+        elif (
+            name == "position_ids" and value is not None
+        ):  # with M-RoPE, (3, 1, T) or, with positions of text, (4, 1, T)
             cut_inputs[name] = value[..., rows]
         elif name in IMAGE_INPUTS and value is not None:
             # The input has a row for each token of an image. Select the rows whose tokens this rank holds.

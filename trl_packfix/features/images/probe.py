@@ -37,12 +37,12 @@ class ImageProbe(Probe):
     that the processor gives to text: without them paligemma attends to text in both directions.
 
     Attributes:
-        images: an `ImageExamples`, which makes documents with images. The subclass that `ImagePacks` (`packs.py`) makes
-            for a run has it.
+        images: an `ImageExamples`, which makes documents with images. `ImagePacks` (`packs.py`) makes a subclass for a
+            run, and sets it there.
     """
 
     images: Any
-    has_further_examples = True
+    has_further_examples = True  # the test of a model also runs `further_examples`, after the packs of text
 
     def document(self, *content: Any) -> ImageDocument:
         """Return a document of tokens and images in this order."""
@@ -52,11 +52,11 @@ class ImageProbe(Probe):
         """Make a pack of four documents with images in different places, and variants of it in which one is replaced.
 
         The second document ends with an image and the third begins with one, so a model that joins neighbouring images
-        joins these. The last document has no image. If ranks share the pack, it is so long that the middle of the pack,
-        where a part ends at every degree, is in the middle of an image.
+        joins these. The last document has no image. If ranks share the pack, the last document is so long that the
+        middle of the pack, where a part ends at every degree, is in the middle of an image.
         """
         image = self.images.image
-        tokens = self.tokens
+        tokens = self.tokens  # draws a document of so many random tokens
         document = self.document
         square = image(*SQUARE)
         high = image(*HIGH)
@@ -87,13 +87,14 @@ class ImageProbe(Probe):
         return documents, [replace_documents(documents, {i: new_document}) for i, new_document in changes]
 
     def _make_batch(self, documents: Sequence[Any], group: Group = ALONE) -> dict[str, Any]:
+        """Return the batch of a pack, or the part of it that this rank holds where the ranks of a group share it."""
         values = [self._values(document) for document in documents]
-        share = RankShare(values, group)
+        share = RankShare(values, group)  # the documents of a pack, with the group that shares it
         return self.move_batch(self.images.packed_batch(share, self._collate))
 
     def _values(self, document: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors of a document by name."""
-        if isinstance(document, Mapping):  # a document of a reader
+        if isinstance(document, Mapping):  # a document of the dataset, as the reader of its rows makes it
             return dict(document)
         return document.values if isinstance(document, ImageDocument) else self.images.join_content([document])
 
@@ -103,6 +104,7 @@ class ImageProbe(Probe):
 
     @property
     def evaluated(self) -> nn.Module:
+        """The module that the test of the model puts into eval mode."""
         # The decoder contains all attention. The model around it stays in training mode, because models may build their
         # masks in another way in eval mode (paligemma).
         return self.inner.get_decoder()

@@ -1,4 +1,4 @@
-"""Offer the core what it needs for rows with images before a trainer is made: an `ImageSupport`.
+"""Offer the modules outside of `features` what they need for rows with images before a trainer is made.
 
 `samples/image_support.py` says what each method does. Modules that need torch or TRL are imported when a method is
 called.
@@ -29,7 +29,7 @@ class Images(ImageSupport):
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
         """Refuse a table with images and `conversations`, unless each turn becomes a document."""
         if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
-            return
+            return  # the rows of a stream, or behind a transform, are checked when they are read
         # `forms_of_table` yields the columns of each form of text, and which rows have it
         forms = [columns for columns, has_form in forms_of_table(dataset, "") if has_form.any()]
         if not per_turn and ("conversations",) in forms:

@@ -1,6 +1,6 @@
 """Train models with images that cannot be packed: the documents of a pack run as rows of a right-padded batch.
 
-`isolation/unpacking.py` does the same for text, below the head.
+`isolation/unpacking.py` does the same for text, inside the decoder.
 """
 
 from typing import Any
@@ -20,26 +20,29 @@ class UnpackedImages(AroundCalls):
     `UnpackedForward`, which does this for text, changes the inputs of the decoder. That is too late for models that
     build masks or positions from images before the decoder (gemma3 lets the tokens of an image attend to each other).
     All documents of a pack share one call, so that every rank gathers the same parameters, and images are in the order
-    of their documents. Rows are padded with token 0. The probe runs such rows, so a model in which token 0 is an image
-    is refused.
+    of their documents. Rows are padded with token 0. If token 0 stands for an image in a model, the test of the model,
+    which runs such rows, fails, and the model is refused.
     """
 
     def __init__(self, model: nn.Module):
-        super().__init__(base_model(model).base_model)
+        super().__init__(base_model(model).base_model)  # `base_model` takes adapters off, the attribute the head
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         """Yield the arguments for the rows, get the output for them, and yield the output for the pack.
 
-        Shapes: B documents, and L tokens in a row.
+        A call without boundaries is no pack: nothing is yielded, and it runs unchanged. Shapes: B documents, and L
+        tokens in a row.
         """
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is None:
             return
         assert not args, "packs are passed by name"
+        # Padding behind the longest row, too, because transformers drops a mask that hides nothing
         row_length = int(kwargs["max_length_q"]) + NUM_PADDING_TOKENS
         columns = torch.arange(row_length, device=boundaries.device)
         mask = columns < boundaries.diff()[:, None]  # which tokens of the rows are real, (B, L)
         token_indices = (boundaries[:-1, None] + columns).clamp(max=boundaries[-1] - 1)  # in the pack, (B, L)
+        # Without positions the model counts them anew in each row
         row_arguments = {name: value for name, value in kwargs.items() if name not in (*BOUNDARIES, "position_ids")}
         for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
             if row_arguments.get(name) is not None:

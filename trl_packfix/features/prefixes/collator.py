@@ -4,13 +4,14 @@
 (`data/collator.py`) does, and makes the batch for the model. `attention/runs.py` computes attention on such batches.
 
 Words:
-    row     one position of the pack: a token that passes through the model. A shared row belongs to several documents.
+    row     the place of one token in the pack, and the token there, which passes through the model (not a row of the
+            dataset). A shared row belongs to several documents.
     run     the rows at the end of a document that no document before it in the pack has. In the attention a run is one
             sequence: its queries are the rows of the run, its keys are all rows of the document.
     target  a trained token. The row before it predicts it.
 
-A row has one next token. So a shared beginning ends one token before the last common token: in this example the two
-documents have A B C in common, and share A B.
+A row has one next token. The last common token has two, so it is not shared: in this example the two documents have
+A B C in common, and share A B.
 
     documents      A B C D, A B C E F
     input_ids      A B C D | C E F           the runs, one after the other
@@ -41,13 +42,13 @@ from .families import MIN_SHARED, share_order
 
 @dataclass
 class PrefixCollator(PackedDataCollator):
-    """Data collator that flattens documents to one row of T tokens, in which common beginnings are there once.
+    """Data collator that makes one pack of documents, shape (1, T), in which each common beginning is there once.
 
     If no two documents share `min_shared` rows, the batch is equal to the batch of `PackedDataCollator`. Otherwise the
     documents are sorted by their tokens, T is the number of rows, and the batch differs in these entries:
 
     - `cu_seq_lens_q`, `max_length_q` and `seq_idx` describe the runs. `cu_seq_lens_k` and `max_length_k` describe the
-      documents to which the runs belong. A document without a row of its own has no run, and is in none of them.
+      documents to which the runs belong. A document without a row of its own has no run, and no entry here.
     - `layout`, a `SharedRowsLayout`, says which rows and which targets each document has (`kv_index`, `num_documents`).
 
     A document with a label that is neither its token nor -100 shares nothing, because a shared row has one next token.
@@ -55,7 +56,7 @@ class PrefixCollator(PackedDataCollator):
     Args, in addition to the arguments of `PackedDataCollator`:
         min_shared: smallest number of rows that two documents share.
         keeps_last_rows: give a row to a document whose only unshared token is its last token. No document is trained on
-            the output of this row, but a router of experts sees its token.
+            the output of this row, but a router of experts counts its token in the load-balancing loss.
         shares: whether documents share rows. If False, the batch is equal to the batch of `PackedDataCollator`.
         compare: documents -> what is compared of each of them. It is needed for documents with images, because the
             placeholders of all images are equal tokens. None compares the tokens.
@@ -88,7 +89,8 @@ class PrefixCollator(PackedDataCollator):
             The document indices in sorted order; the number of rows that each of them shares with the document before
             it in this order; and the compared content of each document, in the order of `documents`.
         """
-        tokens, labels = self._read(documents)  # labels are the same array as the tokens if all tokens are trained
+        # If all tokens are trained, the labels are the array of the tokens itself, and nothing is compared below
+        tokens, labels = self._read(documents)
         compared = [ComparedContent(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
             i
@@ -98,13 +100,13 @@ class PrefixCollator(PackedDataCollator):
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
-            # If the shared rows end inside an image, only the rows before it are shared.
+            # If the shared rows end inside an image, only the rows before it are shared
             starts_of_cut_images = [first for first, stop in compared[i].images if first < shared[place] < stop]
             if starts_of_cut_images:
                 num_rows_before = starts_of_cut_images[0]
                 shared[place] = num_rows_before if num_rows_before >= self.min_shared else 0
         not_sharing = sorted(set(range(len(tokens))) - set(may_share))
-        return order + not_sharing, shared[: len(places)] + [0] * len(not_sharing), compared
+        return order + not_sharing, shared + [0] * len(not_sharing), compared
 
     def collate_with_rows(
         self, documents: Sequence[dict[str, Any]], degree: int = 1
@@ -128,7 +130,9 @@ class PrefixCollator(PackedDataCollator):
         rows_of_documents = [rows] * len(order)
         num_rows = 0  # rows of all runs so far
         for i, num_shared in zip(order, shared, strict=True):
-            first = min(num_shared, len(rows))  # the token of the document with which its run begins
+            # The token of the document with which its run begins. A document that equals the one before it shares all
+            # tokens, but the last token of that document may have no row.
+            first = min(num_shared, len(rows))
             run_length = len(tokens[i]) - first
             if run_length == 1 and first and not self.keeps_last_rows:
                 run_length = 0
@@ -215,7 +219,7 @@ class PrefixCollator(PackedDataCollator):
                 target_documents=torch.from_numpy(target_documents.astype(np.int64)),
                 num_documents=torch.from_numpy(num_documents),
                 lengths=torch.from_numpy(lengths),
-                # For each document, the number of its tokens without a row in its run, and its trained tokens
+                # Per document: its tokens that have no row in its run, the last token without a row included
                 shared=torch.from_numpy(lengths - run_length_of_document),
                 trained=torch.from_numpy(np.bincount(target_documents, minlength=len(tokens))),
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),

@@ -7,15 +7,14 @@ computed once, for the first document that has it; a later document *shares* the
 
     documents  A B C D, A B C E F      rows  A B C D | C E F      shared rows  0, 2
 
-In attention, a run reads the *keys* of all tokens of its document, shared ones included. A row predicts one next token.
-So a token can be shared only if the next token is the same, too: the two documents above share A and B, and each has a
-row of its own for C.
+In attention, a run reads the *keys* of all tokens of its document, shared ones included. A row predicts one next token,
+and the rows of C predict D and E. So each document above has a row of its own for C, and they share A and B.
 
 With `share_prefixes="family"` this module also makes the *units*, the things that planning packs (`make_pieces`, called
 by `sharing.py`). Neighbours that share at least half of the longer document are a *family*. A family that fits into a
 pack is one unit; a larger one is cut into several. Every unit is called a *piece*. A piece has sum(length) -
-sum(shared) rows. It costs sum(cost(length)) - sum(cost(shared)), because the cost of a document is a sum over its
-positions.
+sum(shared) rows. Attention is causal, so the shared rows of a document cost what a document of these rows costs, and a
+piece costs sum(cost(length)) - sum(cost(shared)).
 
 Documents with equal tokens are *copies*. If they were in one optimizer step, one update would count this document
 several times. So families are made of first copies only, then further families of second copies only, and so on.
@@ -50,8 +49,9 @@ All trained tokens of a piece are in one optimizer step.
 """
 
 FAMILY_ROOM_FACTOR = 8
-"""Room of a piece / rows of its first document; see `room_of_families`. With 4 or no limit an epoch takes up to 10 %
-longer.
+"""How many times the rows of its first document a piece may have; see `room_of_families`.
+
+With 4, or without a limit, an epoch takes up to 10 % longer.
 """
 
 NUM_KEY_TOKENS = 2**22  # tokens of all documents of a table that are compared at a time: 16 MiB
@@ -135,10 +135,12 @@ def sort_by_tokens(
         keys = np.empty((len(places), 1 + width), dtype=">u4")
         keys[:, 0] = group
         keys[:, 1:] = read_tokens(order[places], first, width)
-        # 2. Sort the groups in which not all keys are equal. Keys are compared as bytes.
+        # 2. Sort the groups in which not all keys are equal. A view makes each key one value that is compared as bytes,
+        # which for big-endian numbers is the order of the tokens.
         differs = _differs_from_previous(keys)
         is_mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
-        is_mixed[group[1:][differs & (group[1:] == group[:-1])]] = True
+        differs_in_group = differs & (group[1:] == group[:-1])
+        is_mixed[group[1:][differs_in_group]] = True
         moved = np.flatnonzero(is_mixed[group])
         if len(moved):
             moved_keys = keys[moved]
@@ -151,8 +153,8 @@ def sort_by_tokens(
         parted = np.flatnonzero(differs & (group[1:] == group[:-1])) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
-        # 4. Documents whose ends were compared have ended. The ones that are still equal are copies, with all tokens in
-        # common.
+        # 4. A document has ended if an `END_TOKEN_KEY` behind it was compared, so if it has fewer tokens than `first`.
+        # Documents that have ended and are still equal are copies, with all tokens in common.
         is_first = np.concatenate([[True], differs])
         has_next = np.concatenate([~is_first[1:], [False]])
         has_ended = lengths[order[places]] < first
@@ -181,7 +183,9 @@ class Pieces(Units):
     A pack may have fewer rows than the sum of its pieces, because the collator also shares rows between pieces.
     """
 
-    order: Int64Array  # numbers of the documents, piece after piece, inside a piece sorted by their tokens, shape (N,)
+    # Numbers of the documents, piece after piece, inside a piece sorted by their tokens, shape (N,). If only M
+    # documents were sorted, this and the next arrays have shape (M,), and `family` has numbers of these M only
+    order: Int64Array
     offsets: Int64Array  # piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,)
     lengths: Int64Array  # tokens of the documents in `order`, shape (N,)
     shared: Int64Array  # rows that each document in `order` shares with the one before it in its piece, shape (N,)
@@ -208,7 +212,7 @@ class Pieces(Units):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def from_documents(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Replace the documents of slots by their pieces. The documents of a piece follow each other."""
+        """Replace the documents of slots (packs of a schedule) by their pieces, whose documents follow each other."""
         piece_of_documents = np.empty(len(self.family), dtype=np.int64)
         piece_of_documents[self.order] = self._piece_numbers
         piece = piece_of_documents[documents]
@@ -218,7 +222,10 @@ class Pieces(Units):
     def sort_by_step(
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
     ) -> tuple[Int64Array, Int64Array]:
-        """Sort the pieces by the optimizer step that their documents must keep; `order` is not needed."""
+        """Sort the pieces by the optimizer step that their documents must keep.
+
+        `order`, the visiting order of other units, plays no part here.
+        """
         # All documents of a piece have the same step, so the step of its first document is the step of the piece.
         step_of_pieces = step_of_documents[self.order[self.offsets[:-1]]]
         pieces = np.argsort(step_of_pieces, kind="stable")
@@ -240,6 +247,7 @@ class Pieces(Units):
             order = order[np.lexsort((rng.random(len(order)), self._piece_numbers))]
         sizes = np.diff(self.offsets)[units]
         ends = np.concatenate([[0], np.cumsum(sizes)])
+        # Count up from the first document of each unit
         places = np.arange(ends[-1]) + np.repeat(self.offsets[units] - ends[:-1], sizes)
         return order[places], ends[offsets]
 
@@ -265,8 +273,9 @@ def make_pieces(
         trained: trained tokens of each document, by its number, shape (N,).
         room: most rows of a piece: one number, or for each document the most rows of a piece that begins with it, shape
             (N,). Not less than the length of a document.
-        splits_copies: False puts copies into one family. This is for strategies that fix the documents of each step.
-        image_costs: (documents, rows that each shares) -> FLOPs in the vision tower of images outside the shared rows.
+        splits_copies: False puts copies into one family. This is for a strategy that has chosen the documents of each
+            step already ("minibatch").
+        image_costs: (documents, rows that each shares) -> FLOPs in the vision tower of the images behind these rows.
 
     >>> tokens = TokenOrder(order=np.array([0, 2, 1]), common=np.array([0, 31, 20]))
     >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
@@ -365,7 +374,8 @@ def _cut_families(
         return np.searchsorted(total, total[:-1] + max_sum - extra_of_first, side="right") - 1
 
     own_rows = lengths - shared
-    keys = np.where(own_rows > 1, lengths, 0)  # a document whose only own row is its last token has no run
+    # The last token predicts nothing, so the collator gives a document no run if no other row is its own
+    keys = np.where(own_rows > 1, lengths, 0)
     # The first document of a piece shares no rows, so it adds all of its rows and keys. A piece is never empty.
     stops = np.minimum(
         find_stops(own_rows, max_rows, extra_of_first=shared),
@@ -390,8 +400,8 @@ def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Ar
 
     With sequence parallelism, a *group* of ranks shares a pack. A piece gets room as if it were packed for the smallest
     group that holds its first document `FAMILY_ROOM_FACTOR` times. In a smaller group, shared rows would be computed
-    for few documents; in a larger one, ranks exchange more. No group is larger than `parallel.smallest` ranks, and it
-    is filled only to the share `parallel.fill` of its tokens.
+    for few documents; in a larger one, ranks exchange more. No piece gets a larger group than the longest document
+    needs, which is `parallel.smallest` ranks. A group is filled only to the share `parallel.fill` of its tokens.
 
     Args:
         lengths: tokens of each document, shape (N,).
@@ -401,7 +411,7 @@ def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Ar
     >>> room_of_families(np.array([10, 20, 130, 390]), parallel).tolist()
     [95, 190, 380, 390]
     """
-    # Most tokens of groups of 1, 2, 4, ... ranks, up to the group that holds a document of `max_length`
+    # Most tokens of groups of 1, 2, 4, ..., `parallel.smallest` ranks
     group_tokens = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())
     wanted = np.minimum(FAMILY_ROOM_FACTOR * lengths, group_tokens[-1])
     room = group_tokens[np.searchsorted(group_tokens, wanted)]

@@ -1,7 +1,10 @@
 """Shared prefixes of documents with images: the probe of their packs, and an estimate of what is computed.
 
-Documents share an image with all of its rows, or only the text before an image of the same size. `probe.py` and
+Documents that begin alike share an image as a whole, or nothing of it: where their images differ, only the text before
+the image is shared. The probe tests on the model whether each document gets what it gets alone. `probe.py` and
 `savings.py` have the same for documents of text.
+
+A *row* of a pack is the place of one token. The *run* of a document is its rows that no earlier document has.
 """
 
 from collections.abc import Iterator
@@ -39,11 +42,12 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         """Make a pack of documents with images, and variants of it.
 
         Three documents share an image, and one has a different image of the same size behind the same text. Two
-        documents share two images, of which others share only the first, so that a run has some of the images of its
-        document. The runs are in another order than the documents, so that a model which takes images in the order of
-        documents fails. If ranks share the pack, an image lies across the middle of its rows, where a part ends.
+        documents share two images, and two others share only the first of these, so that a run has some of the images
+        of its document. The runs are in another order than the documents, so that a model which takes images in the
+        order of documents fails. If ranks share the pack, an image lies across the middle of its rows, where a part
+        ends.
         """
-        image = self.images.image  # makes a random image of a size
+        image = self.images.image  # makes a random image of a width and a height in pixels
         document = self.document  # joins tokens and images to a document
         head = self.tokens(TRUNK_TOKENS)
         other_head = self.tokens(BRANCH_TOKENS)
@@ -72,7 +76,10 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         changes = [
             (0, document(head, image(*SQUARE), question, self.tokens(9))),  # another image
             (0, document(head, wide, question, self.tokens(9))),  # an image of other documents, of another size
-            (2, document(head, square, question, self.tokens(12))),
+            (
+                2,
+                document(head, square, question, self.tokens(12)),
+            ),  # other text behind the shared image, and more of it
             (3, document(head, square, question, self.tokens(8))),  # the image of other documents, which it then shares
             (4, document(head, self.tokens(9))),  # no image
             (7, document(other_head, wide, between, image(*HIGH), question)),  # another second image
@@ -94,6 +101,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             if decoder_inputs or kwargs.get("inputs_embeds") is None:
                 return None
             decoder_inputs.append(kwargs["inputs_embeds"].detach().requires_grad_())
+            # A copy, because some decoders change their input in place, which autograd refuses for a leaf
             return args, kwargs | {"inputs_embeds": decoder_inputs[0].clone()}
 
         decoder = self.inner.get_decoder()
@@ -125,15 +133,15 @@ def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64A
         assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]
-        # Number of rows of each document that are computed for another one. `sizes` counts only documents with trained
-        # tokens, so each document is given one.
+        # Number of tokens of each document whose rows are another document's. `sizes` counts only documents with
+        # trained tokens, so this says that each document has one trained token.
         shared = layout_of(batch).sizes(trained=torch.ones(len(pack))).shared_tokens.numpy()
         image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
-        for run in runs:
+        for run in runs:  # a document has one run, or none
             # `images_before`: images of the document before its run
             image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)
         costs = planner.packing.cost_model(lengths)
-        saved_costs = planner.packing.cost_model(shared)
+        saved_costs = planner.packing.cost_model(shared)  # causal: shared tokens cost what a document of them would
         own_costs = costs - saved_costs + image_share * image_costs[pack]
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
         computed += [(lengths - shared).sum(), own_costs.sum(), (image_share * counts).sum()]

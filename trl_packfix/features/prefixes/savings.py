@@ -2,8 +2,8 @@
 
 Documents that begin with the same tokens can compute the rows of their common beginning once. With
 `share_prefixes="pack"` they do so if they happen to be in one pack; with "family" such documents are planned as one
-unit, a *family*, so they are in one pack. With "off" they compute all rows. A saving is given as the share of tokens,
-or FLOPs, that is still computed: rows computed / tokens of the documents.
+unit, a *family*, so they are in one pack. With "off" they compute all rows. What is saved is told by the share that is
+still computed: rows computed / tokens of the documents, and the same for FLOPs.
 
 `PrefixSharing.report_section` calls `planned_savings` for every report. It reads no token: with "family", the order of
 the documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts
@@ -59,9 +59,10 @@ class PrefixSavings:
         return replace(self, refused=reason)
 
     def independent_documents(self, unpacked_documents: int) -> tuple[float, str, str] | None:
-        """Return the number of families in a step, a text that says so, and a setting without families.
+        """Return the number of families in a step, and the two parts of a message about it; None without families.
 
-        Documents of a family are not independent, so a family counts as one independent document.
+        Documents of a family are not independent, so a family counts as one independent document. The message begins
+        with the first part, and ends with the second one, which names a setting without families.
 
         Args:
             unpacked_documents: documents of an optimizer step of the unpacked run.
@@ -82,10 +83,10 @@ class PrefixSavings:
         """
         if self.refused is not None:
             return f"not shared: {self.refused}"
-        sample = "" if self.num_packs is None else f" (estimated from {self.num_packs} packs)"
+        sample_note = "" if self.num_packs is None else f" (estimated from {self.num_packs} packs)"
         if self.images is not None:
-            return f"{self.rows:.2f} of the tokens and {self.images:.2f} of the images are computed{sample}"
-        if self.rows is None:
+            return f"{self.rows:.2f} of the tokens and {self.images:.2f} of the images are computed{sample_note}"
+        if self.rows is None:  # "pack", planned without reading a token
             return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
         families = f"{self.num_documents or num_documents:,} documents in {self.num_families:,} families"
         computed = f"{self.rows:.2f} of the tokens are computed"
@@ -104,10 +105,11 @@ class PrefixSavings:
             neighbours = "" if self.num_documents is None else ", neighbours in the table, as an estimate"
             better_settings = [f'"family" {self.in_families:.2f} ({families}{neighbours})']
         if self.setting == "pack":
-            return "; with share_prefixes=".join([f"{computed}{sample}", *better_settings])
+            text = f"{computed}{sample_note}"
+            return f"{text}; with share_prefixes={better_settings[0]}" if better_settings else text
         assert self.in_packs is not None, "the share in packs is not known"
         if self.in_packs < WORTH_SHARING:
-            better_settings.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample}')
+            better_settings.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample_note}')
         if not better_settings:
             return None
         return f"not shared; share_prefixes would compute: {', '.join(better_settings)}"
@@ -158,6 +160,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
 
         slots = _spaced_slots(planner.schedule(0).offsets, NUM_IMAGE_PACKS)
         rows, flops, images = computed_with_images(planner, reader, slots)
+        # With as many packs as are sampled at most there may be more, so the report calls it an estimate
         num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
         return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
     if not isinstance(reader, TokenReader):
@@ -170,7 +173,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     for i in slots.tolist():
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
     sampled_tokens = token_order(reader, documents, selection=np.flatnonzero(slot >= 0))
-    rows, flops = _computed_shares(planner, sampled_tokens.within(slot))  # sorted by tokens inside each pack
+    rows, flops = _computed_shares(planner, sampled_tokens.within(slot))  # sorted by tokens inside each slot's pack
     # 2. Make families of some stretches. Blocks of a concatenated table have no families.
     is_sampled = len(documents) > NUM_STRETCHES * STRETCH_LENGTH
     in_families = None
@@ -216,10 +219,12 @@ def _computed_shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, 
     """
     lengths = planner.documents.lengths[tokens.order]
     cost_model = planner.packing.cost_model
+    # Rows that each document shares with the one before it: all common tokens but the last, whose next tokens differ
     shared = shared_by_neighbours(tokens.common, lengths)
     # FLOPs of all images in the vision tower, and of the images behind the shared tokens
     image_costs = planner.image_costs_behind(tokens.order, np.zeros_like(shared)).sum()
     own_image_costs = planner.image_costs_behind(tokens.order, shared).sum()
     costs = cost_model(lengths).sum()
+    # Attention is causal, so the shared tokens of a document cost what a document of only these tokens would
     own_costs = costs - cost_model(shared).sum() + own_image_costs
     return 1 - float(shared.sum() / lengths.sum()), float(own_costs / (costs + image_costs))

@@ -14,18 +14,20 @@ from typing import Any
 from ...feature import FIELDS, PLAIN, Feature
 
 logger = logging.getLogger(__name__)
-SHARING = FIELDS["share_prefixes"]  # which values switch the feature off, and which make units of several documents
+SHARING = FIELDS["share_prefixes"]
+"""The config field: its value `off` ("off"), and `regrouping`, the values that make units of several documents."""
 
 
 class PrefixSharing(Feature):
     """The feature that documents of a pack compute a common beginning once. `Feature` describes attributes and hooks.
 
     Args:
-        setting: "off"; "pack", which shares in the packs of a run without the feature; or "family", which also plans
-            documents that begin alike as one unit.
-        plain: the other feature of the run, such as images. All packs have it, also those without shared prefixes.
+        setting: "off"; "pack", where documents share if they happen to be in one pack; or "family", where documents
+            that begin alike are planned as one unit, too.
+        plain: the feature of the run's packs without shared prefixes: images, or `PLAIN` for packs of text.
     """
 
+    # Parts of messages; `Feature` says of which
     packs_text = "documents share prefixes"
     documents_text = "documents that share prefixes"
     off_text = '`share_prefixes="off"`'
@@ -70,7 +72,14 @@ class PrefixSharing(Feature):
         return token_order(reader, documents)
 
     def make_units(self, units: Any, planner: Any, step_of_documents: Any = None) -> Any:
-        """Return pieces of families as units. If steps are given, all documents of a unit have the same step."""
+        """Return the units of families: a family, or its pieces where it is too long for a pack.
+
+        Args:
+            units: one unit for each document. They are returned if families are no units.
+            planner: the `EpochPlanner` of the run.
+            step_of_documents: the optimizer step of each document, shape (N,), if another strategy has chosen it. Then
+                all documents of a unit have the same step.
+        """
         if not self.regroups:
             return units
         from .families import make_family_pieces
@@ -79,8 +88,8 @@ class PrefixSharing(Feature):
         assert tokens is not None, "documents are not sorted by their tokens"
         if step_of_documents is None:
             return make_family_pieces(planner, tokens)
-        # `within` sorts the documents of each step by themselves. Copies of a document that have the same step stay in
-        # it, so they are not put into different families
+        # `within` sorts the documents of each step by themselves, so families do not cross steps. Elsewhere copies of a
+        # document are spread over the epoch. Here their steps are chosen already, so copies may be in one family.
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
@@ -89,7 +98,7 @@ class PrefixSharing(Feature):
         Args:
             collator: the `PackedDataCollator` of the run.
             keeps_last_rows: give a row to the last token of a document, also if all tokens before it are shared. No
-                loss needs this row, but a router of experts sees its token.
+                loss needs this row, but a router of experts counts its token in the load-balancing loss.
             compare: documents -> the content that is compared of each of them; None compares the tokens.
         """
         if not self.is_on:
@@ -99,10 +108,13 @@ class PrefixSharing(Feature):
         return PrefixCollator(**vars(collator), keeps_last_rows=keeps_last_rows, compare=compare)
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> "PrefixSharing":
-        """Return the feature of the packs of an evaluation: this one, one without families, or one that is off."""
-        # There are three cases, in all of which a document has the same result. If documents may not share token rows,
-        # or do not in training, the feature is off. If documents can be sorted by their tokens, it stays as it is. If
-        # they cannot be sorted, there are no families, and only documents of one pack share token rows.
+        """Return the feature of the packs of an evaluation. All three give a document the same result.
+
+        Args:
+            can_sort: whether the documents can be sorted by their tokens. If not, there are no families, and documents
+                share if they happen to be in one pack.
+            shares: whether documents may share at all. If not, or if training does not share, the feature is off.
+        """
         if not (shares and self.is_on):
             return PrefixSharing("off", self.plain)
         return self if can_sort else PrefixSharing("pack", self.plain)
@@ -115,18 +127,26 @@ class PrefixSharing(Feature):
         if probe_class.has_further_examples:  # the probe has documents with images
             from .images import ImagePrefixProbe
 
+            # A subclass for this run, because a probe finds the examples of the run's processor in its class
             return type(ImagePrefixProbe.__name__, (ImagePrefixProbe,), {"images": probe_class.images})
         from .probe import PrefixProbe
 
         return PrefixProbe
 
     def refuse_model(self, reason: str, on_leak: str) -> None:
-        """Raise PackingLeakError if training cannot go on without sharing; else warn that documents do not share."""
+        """Raise PackingLeakError if training cannot go on without sharing; else warn that documents do not share.
+
+        Training cannot go on if a leak has to raise, or if packs are planned with shared tokens ("family"), because
+        without sharing these packs are longer than the capacity.
+
+        Args:
+            reason: why the model cannot compute packs with shared prefixes.
+            on_leak: the setting of the run. All values but "raise" ask for training to go on.
+        """
         from ...isolation.isolation_report import PackingLeakError
 
-        # Packs of families are planned with shared tokens, and do not fit without sharing.
+        # Only the message for "family" has to say more than that a leak raises
         consequence = "" if on_leak == "raise" else ", and without sharing the planned packs do not fit"
-        # Training goes on without sharing only if packs are not planned with shared tokens, and leaks need not raise
         if self.regroups or on_leak == "raise":
             raise PackingLeakError(
                 f"`share_prefixes={self.setting!r}` was given, and on this model {reason}. So a beginning that "

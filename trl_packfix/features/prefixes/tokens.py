@@ -17,11 +17,12 @@ from .families import sort_by_tokens
 def token_order(reader: RowReader, documents: Documents, selection: Int64Array | None = None) -> TokenOrder:
     """Sort documents by their tokens, to find documents that begin alike. Images are compared by content.
 
-    Documents share only tokens that are also their labels, or are not trained. A document with another label comes
-    last, with 0 common tokens.
+    Documents share only tokens that are also their labels, or are not trained. A document in which a trained label
+    differs from its token shares nothing: it comes last, with 0 common tokens.
 
     Args:
-        reader: the table. Of each document little more is read than its tokens up to the first difference.
+        reader: reads the rows of the table. It reads little more of a document than its tokens up to the first one
+            that differs from its neighbour in sorted order.
         documents: N documents of the table.
         selection: indices of the documents to sort, shape (M,), or None for all documents.
 
@@ -37,18 +38,20 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     tokens = reader.comparison_reader  # of a table with images it has a number for the content of each image
     # A document may share its tokens if each of them is its label, or is not trained.
     may_share = tokens.labels_are_tokens(row[selection], start[selection], stop[selection])
-    sorted_numbers = selection[may_share]
-    last_numbers = selection[~may_share]
+    indices_to_sort = selection[may_share]
+    last_indices = selection[~may_share]
 
     def read_tokens(places: np.ndarray, first: int, width: int) -> np.ndarray:
-        numbers = sorted_numbers[places]
-        return tokens.read_first_tokens(row[numbers], start[numbers] + first, stop[numbers], width=width)
+        """Read `width` tokens from token `first` on of the documents at some places of `indices_to_sort`."""
+        indices = indices_to_sort[places]
+        return tokens.read_first_tokens(row[indices], start[indices] + first, stop[indices], width=width)
 
-    by_tokens = sort_by_tokens(documents.lengths[sorted_numbers], read_tokens)
-    order = sorted_numbers[by_tokens.order]
+    by_tokens = sort_by_tokens(documents.lengths[indices_to_sort], read_tokens)
+    order = indices_to_sort[by_tokens.order]
     common = by_tokens.common
-    # A common beginning must not end inside an image, because the rest of the image would have rows of its own. It may
-    # do so between two equal documents, because the second one has no rows of its own.
+    # A common beginning must not end inside an image: the vision tower computes an image as a whole, and the pack would
+    # hold only a part of it for the second document. Of two equal documents the second one computes nothing, so the
+    # common beginning is the whole document, also if it ends inside an image.
     lengths = documents.lengths[order]
     lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
     is_copy = (common == lengths) & (common == lengths_before)
@@ -56,5 +59,5 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     common_of_others = reader.shorten_common_beginnings(row[order], start[order], common)
     common = np.where(is_copy, common, common_of_others)
     return TokenOrder(
-        order=np.concatenate([order, last_numbers]), common=np.concatenate([common, np.zeros_like(last_numbers)])
+        order=np.concatenate([order, last_indices]), common=np.concatenate([common, np.zeros_like(last_indices)])
     )
