@@ -18,10 +18,10 @@ leave a state as it is. Each piece begins with the state after its parent. So ea
 the number of calls grows with the depth of the forest. Gradients run back through the states.
 
 A long conversation with one document per turn makes a deep forest. If it is deeper than `MAX_LEVELS`, a level has
-*paths* of several consecutive pieces instead of pieces. The scan then runs more than once on pieces that several paths
-of a level begin with.
+*paths* of several consecutive pieces instead of pieces. Two paths of a level may begin with the same piece, as A -> B
+and A -> E if levels 0 and 1 above are one level. The scan then runs on this piece once for each of them.
 
-Ranks never share such a pack: a convolution would have to read rows of several other ranks.
+Ranks never share such a pack: the convolutions of the model would have to read rows of several other ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,20 +30,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ...attention.packed_forward import PackedForward, once_per_pack
 from ...attention.rows import group_by_length
 from ...attention.runs import runs_of
 
 # The most levels of a pack. Each level is at least one call of the scan, and a call takes some time however few its
-# rows. Measured on the CPU for a conversation of 64 turns, one document per turn:
+# rows. So fewer levels need fewer calls, but scan more rows. Measured on the CPU for a conversation of 64 turns, one
+# document per turn:
 #
 #     levels           rows scanned  calls  gated delta rule  Mamba-2
 #     8                      24,563      8            0.60 s   0.85 s
 #     64                      7,805     64            0.43 s   0.92 s
 #     whole documents       126,760      2             5.4 s    3.5 s
 #
-# On a GPU, calls with few rows cost relatively more.
+# The two are close on the CPU. On a GPU, calls with few rows cost relatively more, which speaks for few levels.
 MAX_LEVELS = 8
 
 
@@ -84,10 +86,6 @@ class Piece(NamedTuple):
     stop: int
     parent: int
 
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
 
 class TreeLevel(NamedTuple):
     """All paths of one level of the forest.
@@ -119,8 +117,9 @@ def pieces_of(running: PackedForward) -> list[Piece]:
     piece_by_last_row = {stop - 1: i for i, (_, stop) in enumerate(pairwise(cuts))}
     pieces = []
     for start, stop in pairwise(cuts):
-        # Within a run a piece goes on from the row before it.
+        # The first piece of a run goes on from the prefix of the run, any other piece from the row before it
         previous_row = last_of_prefix.get(start, start - 1)
+        # Without a prefix the row is -1, with which no piece ends
         pieces.append(Piece(start, stop, piece_by_last_row.get(previous_row, -1)))
     return pieces
 
@@ -136,21 +135,19 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
     levels = []
     batch_start = 0  # where the output of the next batch begins among all outputs
     for depth, paths in enumerate(_paths_by_level(pieces)):
-        lengths = [sum(pieces[i].num_rows for i in path) for path in paths]
+        rows_of_paths = [torch.cat([torch.arange(pieces[i].start, pieces[i].stop) for i in path]) for path in paths]
         batches = []
         parents = []
-        for batch_paths in group_by_length(lengths, num_rows):  # indices of `paths`, the longest path first
-            longest = lengths[batch_paths[0]]
-            rows = torch.full((len(batch_paths), longest), num_rows)  # filled with the index of padding
-            for line, path in enumerate(paths[i] for i in batch_paths):
-                column = 0
-                for piece in (pieces[i] for i in path):
-                    rows[line, column : column + piece.num_rows] = torch.arange(piece.start, piece.stop)
-                    first_place = batch_start + line * longest + column
-                    places[piece.start : piece.stop] = torch.arange(piece.num_rows) + first_place
-                    column += piece.num_rows
-                parents.append(path_by_last_piece.get(pieces[path[0]].parent, -1))
-                path_by_last_piece[path[-1]] = len(path_by_last_piece)
+        # Each batch is a list of indices of `paths`, and has no more rows and padding than the pack has rows
+        for batch_paths in group_by_length([*map(len, rows_of_paths)], budget=num_rows):
+            rows = pad_sequence([rows_of_paths[i] for i in batch_paths], batch_first=True, padding_value=num_rows)
+            for line, i in enumerate(batch_paths):
+                # A piece on several paths has equal outputs in each of them. The output on the last path is used
+                first_place = batch_start + line * rows.shape[1]
+                places[rows_of_paths[i]] = torch.arange(first_place, first_place + len(rows_of_paths[i]))
+                # At the first level no piece has a parent, and `parents` is not used
+                parents.append(path_by_last_piece.get(pieces[paths[i][0]].parent, -1))
+                path_by_last_piece[paths[i][-1]] = len(path_by_last_piece)
             batch_start += rows.numel()
             batches.append(rows.to(device))
         levels.append(TreeLevel(batches, torch.tensor(parents, device=device) if depth else None))

@@ -198,9 +198,8 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
             cut_inputs[name] = value[:, rows]
-        elif (
-            name == "position_ids" and value is not None
-        ):  # with M-RoPE, (3, 1, T) or, with positions of text, (4, 1, T)
+        elif name == "position_ids" and value is not None:
+            # With M-RoPE, (3, 1, T) or, with positions of text, (4, 1, T)
             cut_inputs[name] = value[..., rows]
         elif name in IMAGE_INPUTS and value is not None:
             # The input has a row for each token of an image. Select the rows whose tokens this rank holds.

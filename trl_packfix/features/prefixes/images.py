@@ -76,10 +76,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         changes = [
             (0, document(head, image(*SQUARE), question, self.tokens(9))),  # another image
             (0, document(head, wide, question, self.tokens(9))),  # an image of other documents, of another size
-            (
-                2,
-                document(head, square, question, self.tokens(12)),
-            ),  # other text behind the shared image, and more of it
+            (2, document(head, square, question, self.tokens(12))),  # other and more text behind the shared image
             (3, document(head, square, question, self.tokens(8))),  # the image of other documents, which it then shares
             (4, document(head, self.tokens(9))),  # no image
             (7, document(other_head, wide, between, image(*HIGH), question)),  # another second image

@@ -25,10 +25,12 @@ class PrefixProbe(Probe):
     """A `Probe` whose packs compute every common beginning once.
 
     It compares only the *states* (last hidden states) of a document from which a token is predicted: all but the last.
-    From `Probe` it has `tokens(n)`, which draws a document of n random tokens, and the methods that run the model.
+    From `Probe` it has `tokens(n)`, which draws a document of n random tokens; `degree`, the number of ranks that share
+    a pack; and the methods that make a batch (`_make_batch`), run the model on it (`_row_states`) and differentiate
+    (`_gradient_error`).
     """
 
-    traces_leaks = False  # `isolation/tracing.py` finds the modules of a leak only if documents have no common rows
+    traces_leaks = False  # `isolation/tracing.py` could find the modules of a leak only if documents had no common rows
 
     @property
     def _collate(self) -> PrefixCollator:
@@ -39,8 +41,8 @@ class PrefixProbe(Probe):
         """Draw a pack of text, and variants of it in which one document is another one.
 
         Most documents begin with the trunk. Two of them are equal, and one ends where others go on. One document shares
-        nothing. Two documents have another common beginning: without them, every shared row would have the same rows
-        before it.
+        nothing. Two documents have another common beginning. Without them, a model that gives every run the first
+        shared rows of the pack, whichever document the run belongs to, would be right.
         """
         trunk = self.tokens(TRUNK_TOKENS)
         other_trunk = self.tokens(BRANCH_TOKENS)
@@ -61,22 +63,28 @@ class PrefixProbe(Probe):
             (0, torch.cat([trunk, self.tokens(9)])),  # another run of the same length
             (0, torch.cat([trunk, self.tokens(12)])),  # a longer run
             (2, torch.cat([trunk[:14], self.tokens(8)])),  # fewer shared tokens
-            (4, self.tokens(12)),  # none
+            (4, self.tokens(12)),  # no shared tokens
             (6, third[: TRUNK_TOKENS + 2].clone()),  # shared tokens only
-            (7, torch.cat([other_trunk, self.tokens(4)])),
+            (7, torch.cat([other_trunk, self.tokens(4)])),  # a shorter run
         ]
         documents = [ids[:max_length] for ids in documents]
         return documents, [replace_documents(documents, {i: ids[:max_length]}) for i, ids in changes]
 
     def long_examples(self, threshold: int) -> Examples:
-        """Draw two documents that differ only behind `threshold` tokens, and one that differs from both before."""
+        """Draw two documents that have `threshold` tokens in common, and one that leaves them after `BRANCH_TOKENS`.
+
+        In the variant the second document is longer.
+
+        Args:
+            threshold: length in tokens above which the model computes documents differently, such as a sliding window.
+        """
         trunk = self.tokens(threshold)
         documents = [torch.cat([trunk, self.tokens(n)]) for n in (7, 9)]
         documents.append(torch.cat([trunk[:BRANCH_TOKENS], self.tokens(6)]))
         return documents, [replace_documents(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
     def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
-        """Return the states of the predicting rows of each document in a pack, see `Probe.forward_packed`."""
+        """Return the states of the predicting rows of each document in a pack, (length - 1, hidden) for each."""
         num_rows, targets = self._predicting_rows(documents)
         states = self._row_states(documents, num_rows, gradient=gradient)
         return [states[target.rows] for target in targets]
@@ -86,23 +94,27 @@ class PrefixProbe(Probe):
         return super().forward_alone(ids)[:-1]
 
     def gradient(self, documents: list[Tensor]) -> float | None:
-        """Return the largest error of gradients, see `Probe.gradient`.
+        """Return the largest error of gradients, 0 if there is none; None if the model has no such gradients.
 
-        The states of a document's run are differentiated, so the gradient reaches its shared rows through attention
-        only. There are two kinds of error, on any number of ranks: a gradient in rows that are not the document's, and
-        a difference from the gradient of the document alone.
+        For each document a weighted sum of the states of its run is differentiated with respect to the embeddings of
+        the pack. So the gradient reaches the shared rows through attention only. There are two kinds of error, on any
+        number of ranks: a gradient in rows that are not the document's, and a difference from the gradient of the
+        document alone, relative to its largest value.
         """
         _, targets = self._predicting_rows(documents)
         # A document has no run if all of its rows belong to other documents, too.
         targets = [target for target in targets if target.num_shared < len(target.rows)]
-        limit = max(SMALLEST_ROUNDING, self.rounding**0.5)  # relative errors up to it are rounding
+        # Relative errors up to this limit are rounding. The square root makes it generous, because gradients round more
+        # than states, and a wrong gradient differs by far more
+        limit = max(SMALLEST_ROUNDING, self.rounding**0.5)
         return self._gradient_error(self._make_batch(documents, self.group), targets, limit=limit)
 
     def _predicting_rows(self, documents: list[Tensor]) -> tuple[int, list[GradientRows]]:
         """Return the number of rows of the pack, and the rows of each document from which a token is predicted."""
         batch = self._make_batch(documents)
         layout = layout_of(batch)
-        all_trained = torch.ones(layout.document_count, device=self.device)  # no document is left out of the sizes
+        # `sizes` counts only documents with trained tokens, so this says that each document has one
+        all_trained = torch.ones(layout.document_count, device=self.device)
         num_shared = layout.sizes(all_trained).shared_tokens.tolist()
         targets = [
             GradientRows(document, rows=layout.predicting_rows(i).to(self.device), num_shared=num_shared[i])
