@@ -120,7 +120,7 @@ def padded_batches(draw):
 
 @settings(deadline=None, max_examples=200)
 @given(padded_batches(), st.booleans())
-def test_each_token_has_a_row_with_its_own_past(padded, shares):
+def test_each_token_has_a_place_with_its_own_past(padded, shares):
     ids, mask = padded
     collate = PrefixCollator(min_shared=1, keeps_last_rows=True) if shares else PackedDataCollator()
     batch = pack_rows(ids, mask, collate)
@@ -129,21 +129,21 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
         return
     pack = batch.pack
     lengths = [n for n in mask.sum(1).tolist() if n]
-    assert torch.equal(pack["input_ids"][0, batch.rows], ids[mask.bool()])
+    assert torch.equal(pack["input_ids"][0, batch.places], ids[mask.bool()])
     assert torch.equal(batch.cells, mask.flatten().nonzero()[:, 0])
-    assert torch.equal(pack["position_ids"][0, batch.rows], torch.cat([torch.arange(n) for n in lengths]))
+    assert torch.equal(pack["position_ids"][0, batch.places], torch.cat([torch.arange(n) for n in lengths]))
     assert "labels" not in pack
     assert "attention_mask" not in pack
-    assert batch.rows.unique().tolist() == list(range(batch.num_computed)), "a row is computed that no token needs"
-    # The keys of the run of each row, up to itself, are the tokens before it in each document that has it
+    assert batch.places.unique().tolist() == list(range(batch.num_computed)), "a place is computed that no token needs"
+    # The keys of the run of each place, up to itself, are the tokens before it in each document that has it
     bounds_q = pack["cu_seq_lens_q"].tolist()
     bounds_k = pack["cu_seq_lens_k"].tolist()
     keys = pack[LAYOUT_KEY].kv_index if LAYOUT_KEY in pack else torch.arange(batch.num_computed)
-    for rows in batch.rows.split(lengths):
-        for place, row in enumerate(rows.tolist()):
-            own_run = int(np.searchsorted(bounds_q, row, side="right")) - 1
+    for places in batch.places.split(lengths):
+        for position, place in enumerate(places.tolist()):
+            own_run = int(np.searchsorted(bounds_q, place, side="right")) - 1
             own_keys = keys[bounds_k[own_run] : bounds_k[own_run + 1]].tolist()
-            assert own_keys[: own_keys.index(row) + 1] == rows[: place + 1].tolist()
+            assert own_keys[: own_keys.index(place) + 1] == places[: position + 1].tolist()
 
 
 def test_padding_between_tokens_is_no_document():
@@ -290,9 +290,9 @@ def test_rows_with_images_keep_their_padding_and_rows_of_text_do_not(tmp_path):
 
 
 def swapped(batch):
-    rows = batch.rows.clone()
-    rows[[3, 4]] = rows[[4, 3]]
-    return batch._replace(rows=rows)
+    places = batch.places.clone()
+    places[[3, 4]] = places[[4, 3]]
+    return batch._replace(places=places)
 
 
 def restarting(batch):

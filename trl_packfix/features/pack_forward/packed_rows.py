@@ -8,12 +8,13 @@ A beginning that several rows share is computed once:
     input_ids   A B C D .     attention_mask 1 1 1 1 0     cells 0 1 2 3
                 A B C E F                    1 1 1 1 1           5 6 7 8 9
 
-    pack        A B C D | C E F     rows 0 1 2 3, 0 1 4 5 6
+    pack        A B C D | C E F     places 0 1 2 3, 0 1 4 5 6
 
-A *cell* is the place of a token in the flattened batch. A *row of the pack* is one of the T places at which the pack
-has a token. The batch has B rows of S tokens, padding included, and N tokens without padding.
+A *row* is always a row of the padded batch. A *cell* is the index of a token in the flattened batch, a *place* its
+index in the pack. The batch has B rows of S tokens, padding included, and N tokens without padding; the pack has T
+tokens.
 
-Before packs replace the first batch, `PackedModel` proves on the model that documents do not change each other. In
+Before packs replace the first batch, `PackedModel` tests on the model that documents do not change each other. In
 addition, the first batch of each kind is computed in both ways and compared.
 
 The model has its own attention outside of packs. The attention of packs is set while a pack runs forward, and again in
@@ -54,18 +55,18 @@ ROW_INPUTS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # input
 
 
 class RowsOfBatch(NamedTuple):
-    """A pack of the rows of a padded batch, and the places of the tokens in the pack and in the batch."""
+    """A pack of the rows of a padded batch, and where its tokens are in the pack and in the batch."""
 
     pack: dict[str, Any]  # inputs of the model, without labels
-    rows: Tensor  # for each token of the batch the row of the pack that holds it, int64, (N,)
-    cells: Tensor  # for each token its place in the flattened batch, in rising order, int64, (N,)
+    places: Tensor  # for each token of the batch its index in the pack, int64, (N,); tokens may share a place
+    cells: Tensor  # for each token its index in the flattened batch, in rising order, int64, (N,)
     shape: tuple[int, int]  # B and S
     longest: int  # tokens of the longest row, without padding
     is_left_padded: bool  # whether a row begins with padding
 
     @property
     def num_computed(self) -> int:
-        """T, the number of rows of the pack."""
+        """T, the number of tokens of the pack, which are computed."""
         return self.pack["input_ids"].shape[1]
 
     def to(self, device: torch.device) -> "RowsOfBatch":
@@ -78,9 +79,10 @@ class RowsOfBatch(NamedTuple):
             return value.to(device, non_blocking=True)
 
         pack = {name: move(value) for name, value in self.pack.items()}
-        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:  # attention tests whether both are one tensor
+        # By this identity attention sees, without reading them, that queries and keys have equal boundaries
+        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:
             pack["cu_seq_lens_k"] = pack["cu_seq_lens_q"]
-        return self._replace(pack=pack, rows=move(self.rows), cells=move(self.cells))
+        return self._replace(pack=pack, places=move(self.places), cells=move(self.cells))
 
 
 def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataCollator) -> RowsOfBatch | None:
@@ -91,33 +93,33 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
     Args:
         input_ids: tokens, (B, S).
         attention_mask: 0 at padding, (B, S).
-        collate: makes the pack, and says which rows of the pack each document has. Every token must have its row, as
-            with `keeps_last_rows`.
+        collate: makes the pack, and returns the places of the tokens of each document. Every token must have a place. A
+            collator that shares prefixes leaves out some last tokens, unless it has the option `keeps_last_rows`.
 
     Returns:
-        The pack, or None if no row has a token, or if a row has padding between tokens, so that its positions are not
-        the positions of a document.
+        The pack, or None if no row has a token, or if a row has padding between tokens: the model gives its tokens
+        other positions than the tokens of a document.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 4]])
     >>> mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
     >>> batch = pack_rows(ids, mask, PackedDataCollator())
-    >>> batch.pack["input_ids"].tolist(), batch.rows.tolist()
+    >>> batch.pack["input_ids"].tolist(), batch.places.tolist()
     ([[5, 6, 7, 8, 5, 6, 7, 9, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 8])
     """
-    # One transfer from the device for both.
+    # Both in one transfer from the device
     tokens, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()
     is_token = mask != 0
     is_start = np.diff(is_token, axis=1, prepend=False) & is_token  # a token behind padding, or the first of its row
     if not is_token.any() or (is_start.sum(1) > 1).any():
         return None
     documents = [ids[in_row] for ids, in_row in zip(tokens, is_token, strict=True) if in_row.any()]
-    pack, _, rows = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
+    pack, _, places = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
     del pack["labels"]
-    rows_of_tokens = np.concatenate(rows)
-    assert len(rows_of_tokens) == is_token.sum()
+    places_of_tokens = np.concatenate(places)
+    assert len(places_of_tokens) == is_token.sum()
     batch = RowsOfBatch(
         pack,
-        torch.from_numpy(rows_of_tokens),
+        torch.from_numpy(places_of_tokens),
         torch.from_numpy(np.flatnonzero(is_token)),
         (is_token.shape[0], is_token.shape[1]),
         longest=int(is_token.sum(1).max()),
@@ -132,7 +134,7 @@ class PackedTokenCounts:
 
     padded: int = 0  # tokens of the padded batches, which would be computed without packs
     real: int = 0  # tokens of the batches without padding
-    computed: int = 0  # rows of the packs, which were computed
+    computed: int = 0  # tokens of the packs, which were computed
 
 
 class PackedRows(AroundCalls):
@@ -148,7 +150,8 @@ class PackedRows(AroundCalls):
 
     Attributes:
         modules_given_packs: the modules that get a pack in place of a padded batch.
-        packed_model: the model with the attention and the repairs that packs need.
+        packed_model: the model with the attention that packs need, and with *repairs*: modules that ignore boundaries
+            run on one document at a time.
         collate: makes the packs.
         shares: whether beginnings are shared: it was asked for, and no test has found a difference.
         is_proved: whether `prove` has run.
@@ -177,7 +180,8 @@ class PackedRows(AroundCalls):
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
             )
-        # The feature that computes a common beginning of documents once. Without its folder, rows share nothing.
+        # The feature with which the documents of a pack compute a common beginning once. Without its folder, rows share
+        # nothing
         folder = find_folder("prefixes") if shares else None
         feature = PLAIN if folder is None else folder.FEATURE("pack")
         self.shares = feature.is_on
@@ -189,7 +193,7 @@ class PackedRows(AroundCalls):
             max_length,
             on_leak=on_leak,
             enforce_flash_attention=enforce_flash_attention,
-            own_hooks=[self],
+            own_hooks=[self],  # attached and removed with the hooks of `PackedModel`
             feature=feature,
         )
         self.refusal: str | None = None
@@ -198,8 +202,9 @@ class PackedRows(AroundCalls):
         self.is_proved = False
         self._is_paused = False  # while a batch is compared, so that its padded rows stay padded
         self._compares = True  # whether the first batch of each kind is compared
-        # Lengths above which the model computes documents differently
-        self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
+        # Lengths above which the model computes documents differently, for rows of any length
+        thresholds_to_test, _ = thresholds(text_config(self.model), max_length=None, shortest=1)
+        self._thresholds = [*thresholds_to_test.values()]
         # The kinds of batches that were compared (with gradients, dtype, left padding, training mode), and their
         # longest row
         self._compared_kinds: set[tuple[bool, torch.dtype, bool, bool]] = set()
@@ -224,14 +229,14 @@ class PackedRows(AroundCalls):
             PackingLeakError: packs fail, and `on_leak="raise"`.
         """
         packed = self.packed_model
-        # An engine that shards parameters cannot run a second forward within a forward. So batches are not compared,
-        # and only this proof decides.
+        # A batch is compared inside of the trainer's forward, by further forwards. An engine that shards parameters
+        # cannot run these. So no batch is compared, and only this proof decides
         self._compares = not is_sharded(self.model)
         try:
             report = packed.prove(wrapped)
-            if packed.is_unpacked:
+            if packed.is_unpacked:  # `PackedModel` runs packs as padded rows, which the rows are already
                 self._refuse_packs(packed.attention.reason)
-            elif not packed.is_proved:
+            elif not packed.is_proved:  # the documents of packs are wrong, also after repairs
                 self._refuse_packs(report.summary())
             elif self.shares:
                 reason = packed.prove_feature(wrapped)
@@ -246,7 +251,7 @@ class PackedRows(AroundCalls):
             packed.restore_own_attention()
 
     def remove_hooks(self) -> None:
-        """Restore the model as it was before `prove`."""
+        """Remove these hooks and all others of `packed_model`, and restore the attention from before `prove`."""
         self.is_proved = False
         self.packed_model.restore_own_attention()
 
@@ -288,7 +293,7 @@ class PackedRows(AroundCalls):
         # First, decide whether this call is packed, and make the pack. Calls within a packed call get the pack already.
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        is_within_packed_call = any(self._running)
+        is_within_packed_call = any(self._running)  # the calls of `AroundCalls` whose inputs were changed
         if self.is_active and not is_within_packed_call and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and self._compares:
@@ -305,17 +310,15 @@ class PackedRows(AroundCalls):
         finally:
             self._switch_attention(in_pack=False)
 
-        # Finally, lay its states out as the padded batch.
+        # Finally, lay its states and the logits of its routers out as the padded batch.
         def lay_out_states(values: list[Tensor]) -> Tensor:
-            states = _lay_out_rows(values[0], batch)
+            states = _lay_out_values(values[0], batch)
             if states.requires_grad:
                 states.register_hook(self._attend_in_backward)
             return states
 
-        def lay_out_router_logits(values: list[Tensor]) -> Tensor:
-            return _lay_out_rows(values[0], batch)
-
-        yield join_outputs([output], lay_out_states, lay_out_router_logits)
+        # `join_outputs` replaces these tensors in outputs of several batches, of which there is one here
+        yield join_outputs([output], lay_out_states, lambda router_logits: _lay_out_values(router_logits[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         """Return whether a call gets a padded batch, and nothing that a pack would need in its own order."""
@@ -330,7 +333,7 @@ class PackedRows(AroundCalls):
         tensor_inputs = [
             name for name, value in _inputs_beside_rows(inputs).items() if isinstance(value, Tensor) and value.dim() > 0
         ]
-        # There is no warning without gradients, because `generate` gives positions.
+        # `generate` always passes positions, so the warning is for forwards with gradients only
         if torch.is_grad_enabled() and not set(tensor_inputs) <= self._warned_inputs:
             self._warned_inputs.update(tensor_inputs)
             warnings.warn(
@@ -380,8 +383,8 @@ class PackedRows(AroundCalls):
         where = "on its first batch"
         if known_kinds:
             padding = "left padding and " if batch.is_left_padded else ""
-            is_new_mode = all(is_training is not module.training for *_, is_training in known_kinds)
-            mode = f"in {'train' if module.training else 'eval'} mode " if is_new_mode else ""
+            known_modes = {is_training for *_, is_training in known_kinds}
+            mode = f"in {'train' if module.training else 'eval'} mode " if module.training not in known_modes else ""
             where = f"on the first batch {mode}with {padding}rows of up to {batch.longest} tokens"
         wants_gradients = torch.is_grad_enabled() and kind not in known_kinds
         describe = partial(self._describe_difference, module, inputs, wants_gradients=wants_gradients)
@@ -418,11 +421,12 @@ class PackedRows(AroundCalls):
         def compute_values(in_pack: bool) -> list[Tensor]:
             """Return states of the tokens, (N, hidden), and the gradient of the pack's embeddings, (T, hidden)."""
             self._switch_attention(in_pack)
+            # `embedded` is the list of the embeddings of this forward; None without gradients
             with probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
                 output = module(**(_inputs_beside_rows(inputs) | batch.pack if in_pack else inputs))
                 if in_pack and isinstance(output, dict) and output.get(POOLED_OUTPUT) is not None:
                     raise CannotRun(f"it also returns {POOLED_OUTPUT}, computed of each row")
-                states = output[0].flatten(0, 1)[batch.rows if in_pack else batch.cells]
+                states = output[0].flatten(0, 1)[batch.places if in_pack else batch.cells]
                 if embedded is None:
                     return [to_exact(states)]
                 weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
@@ -430,27 +434,30 @@ class PackedRows(AroundCalls):
             if gradient is None:
                 return [to_exact(states.detach())]
             gradient = to_exact(gradient.flatten(0, 1))
-            if not in_pack:  # a row of the pack gets the sum of the gradients of its tokens
+            if not in_pack:  # as in the pack, tokens that share a place have one gradient, the sum of theirs
                 summed = gradient.new_zeros(batch.num_computed, gradient.shape[-1])
-                gradient = summed.index_add(0, batch.rows, gradient[batch.cells])
+                gradient = summed.index_add(0, batch.places, gradient[batch.cells])
             return [to_exact(states.detach()), gradient]
 
         self._is_paused = True
         try:
             with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), model_errors_converted():
                 self._switch_attention(in_pack=True)
-                # Find and silence the modules that draw random numbers, by a forward of a small pack. The wrapper by
-                # which accelerate runs a forward under autocast remembers the state of before in one place: a forward
-                # within a forward would leave autocast on after both.
+                # Run a small pack, to find the modules that draw random numbers. The probe keeps them in eval mode from
+                # then on, in which they draw none. The wrapper by which accelerate runs a forward under autocast saves
+                # the earlier state in one attribute. A forward within a forward would overwrite it, and leave autocast
+                # on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
                     probe.run_without_draws(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
                 padded_values = compute_values(in_pack=False)
                 packed_values = compute_values(in_pack=True)
                 gaps = _largest_gaps(padded_values, packed_values)
-                # A gap beyond the tolerance may be rounding: measure how far other roundings change the pack.
+                # A gap beyond its limit may be rounding: measure how far other roundings change the pack. The limit of
+                # gradients is the one of `PrefixProbe.gradient`.
+                limits_of_states_and_gradients = [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)]
                 limits = probe.limits_of_rounding(
                     gaps,
-                    [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)][: len(gaps)],
+                    limits_of_states_and_gradients[: len(gaps)],
                     lambda: _largest_gaps(packed_values, compute_values(in_pack=True)),
                 )
         except (CannotRun, KernelError) as error:
@@ -487,13 +494,13 @@ def _inputs_beside_rows(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in ROW_INPUTS}
 
 
-def _lay_out_rows(values: Tensor, batch: RowsOfBatch) -> Tensor:
-    """Copy the values of a pack's rows to the tokens of the padded batch, with 0 at padding.
+def _lay_out_values(values: Tensor, batch: RowsOfBatch) -> Tensor:
+    """Copy the values of a pack's tokens to the tokens of the padded batch, with 0 at padding.
 
     (1, T, ...) -> (B, S, ...), and (T, ...) -> (B * S, ...).
     """
     has_batch = values.shape[0] == 1 and values.dim() > 2
     flat = values.flatten(0, 1) if has_batch else values
     grid = flat.new_zeros(batch.shape[0] * batch.shape[1], *flat.shape[1:])
-    grid = grid.index_copy(0, batch.cells, flat.index_select(0, batch.rows))
+    grid = grid.index_copy(0, batch.cells, flat.index_select(0, batch.places))
     return grid.unflatten(0, batch.shape) if has_batch else grid

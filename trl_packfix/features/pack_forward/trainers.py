@@ -1,7 +1,8 @@
 """Define `pack_forward`: any trainer of TRL computes its padded batches without padding, by hooks on its models.
 
-A hook takes the padded rows of a batch below the head of the model, flattens them to one *pack* (a row in which each
-padded row is one document), and puts the states back to the places of the padded rows. The hooks are in
+A hook on the backbone of the model (all of it but the LM head) takes the padded rows of a batch, makes one *pack* of
+them (a sequence without padding, in which each row is one document), runs the backbone on it, and puts the states back
+to the places of the padded rows. The hooks are in
 `packed_rows.py`, one `PackedRows` for each model. This module finds the models of a trainer, refuses settings
 with which packs would differ from padded rows, proves on each model that packs give equal results, and logs how many
 tokens were computed.
@@ -44,12 +45,14 @@ LOGGED = {
     "packing/tokens": ("tokens", "of these rows, without padding"),
     "packing/computed": ("tokens", "that were computed"),
 }
+# A run meets a `Condition` if `describe` returns a text, which names the user's choice in messages. `undo` says how the
+# user takes the choice back
 DATA_PARALLEL = Condition(
     "`DataParallel`",
-    lambda settings: (
+    describe=lambda settings: (
         f"`DataParallel` on {settings.args.n_gpu} GPUs in one process" if settings.args.n_gpu > 1 else None
     ),
-    SEVERAL_DEVICES.undo,
+    undo=SEVERAL_DEVICES.undo,
 )
 # Settings that conflict with `pack_forward`, each with the reason as a sentence without its full stop
 PACKED_ROWS = ChoiceConflicts(
@@ -110,6 +113,7 @@ class RowPacking:
             self.rows["model"].prove(self._trainer_or_model)
             return
         trainer = self._trainer_or_model
+        # The models as they are called in training: `model` is the trained model without its wrapper, such as DDP
         wrapped: dict[str, Any] = _models_of(trainer) | {"model": getattr(trainer, "model_wrapped", trainer.model)}
         for name, rows in self.rows.items():
             if not rows.is_proved:
@@ -220,7 +224,7 @@ def _add_hooks_to_models(
 def _models_of(trainer: Trainer) -> dict[str, nn.Module]:
     """Return the transformers models of a trainer by attribute: the trained one, a reference, a teacher, reward models.
 
-    A model that several attributes hold is returned once, under the first of them.
+    A model that several attributes hold is returned once, under the first of them. `model` is the first of all.
     """
     attributes: dict[str, Any] = {"model": trainer.model} | vars(trainer)
     for name, value in vars(trainer).items():
@@ -246,7 +250,7 @@ class _LogAndProve(TrainerCallback):
         self.logged = PackedTokenCounts()  # the tokens that earlier logs have counted
         self.warned_that_unused = False
 
-    def on_train_begin(self, *call: object, **kwargs: object) -> None:
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
         self.packing.prove()
 
     def on_log(
@@ -278,7 +282,7 @@ class _LogAndProve(TrainerCallback):
         self.logged = tokens
         if logs is not None:
             logs |= numbers
-        if state.log_history:
+        if state.log_history:  # its last entry is a copy of `logs`, made before the callbacks are called
             state.log_history[-1] |= numbers
 
 
