@@ -97,7 +97,7 @@ ONE: dict[str, Fault] = {
     "first_images_again": changed(
         collator,
         "images_between",
-        lambda right, document, first, stop, num: right(document, 0, stop - first, num=num),
+        lambda right, document, first, stop, num_images: right(document, 0, stop - first, num_images=num_images),
     ),
     "images_of_the_last_turn": changed(Conversation, "row_of_turn", images_of_last_turns),
     "thoughts_kept": lambda: mock.patch("support.vision.stripping", lambda processor: processor),

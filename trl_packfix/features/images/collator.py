@@ -5,8 +5,8 @@ their sizes. `ImageRows` (`rows.py`) gives each document in this form. Here the 
 batch are joined: `PackedImages` adds them to the batch of a pack (`PackCollator` in `data/loaders.py`), and
 `PaddedImageCollator` makes the padded batches of unpacked evaluation.
 
-Every processor has other outputs. An `ImageLayout`, which `ImageExamples` (`examples.py`) learns by trying the
-processor, says along which axis each of them is joined.
+Every processor has other outputs. An `ImageLayout` says along which axis each of them is joined. `ImageExamples`
+(`examples.py`) finds this out by processing a few documents.
 
 Words:
     run     the tokens of a document that are rows of the pack. It is the whole document, unless the document shares its
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ...data.collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
 from ...data.loaders import PackContent
@@ -37,8 +38,9 @@ class ImageLayout:
 
     Args:
         tokens: names of outputs with a value for each token, shape (1, tokens), such as `mm_token_type_ids`.
-        images: for every other output, the axis that grows with the number of images. It is 0 for the `pixel_values`
-            of Qwen-VL and Llava, and 1 for Idefics. It is also 0 for outputs with one row for each document.
+        images: for every other output, the axis along which the outputs of documents are joined. It is 0 for the
+            `pixel_values` of Qwen-VL and Llava, which have an entry for each image or patch, and for outputs with one
+            entry for each document. It is 1 for Idefics, whose shape is (1, images, ...).
     """
 
     tokens: frozenset[str]  # names
@@ -66,25 +68,22 @@ class PaddedImageCollator:
     pad_token_id: int
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
+        padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}
         rows: list[dict[str, Any]] = []
         for document in documents:
             tokens = {name: torch.as_tensor(document[name], dtype=torch.int64) for name in ("input_ids", "labels")}
             token_outputs = {name: document[name][0] for name in self.layout.tokens & document.keys()}
             rows.append({"attention_mask": torch.ones_like(tokens["input_ids"]), **tokens, **token_outputs})
-        longest = max(len(row["input_ids"]) for row in rows)
-        # A document without images lacks the outputs for tokens, which are then padding only
-        no_tokens = torch.zeros(0, dtype=torch.int64)
         batch = {}
         for name in sorted(set().union(*rows)):
-            value = padding_values.get(name, 0)
-            entries = [row.get(name, no_tokens) for row in rows]
-            batch[name] = torch.stack([F.pad(entry, (0, longest - len(entry)), value=value) for entry in entries])
+            # A document without images lacks the outputs for tokens, which are then 0
+            entries = [row.get(name, torch.zeros_like(row["input_ids"])) for row in rows]
+            batch[name] = pad_sequence(entries, batch_first=True, padding_value=padding_values.get(name, 0))
         for name, axis in self.layout.images.items():
             outputs = [document[name] for document in documents if name in document]
             if outputs and axis == 1:
-                # Each document is a row with an axis of images, which is padded. A document without images has an empty
-                # row
+                # A row of the batch is a document, not an image, so documents are joined along axis 0, and their images
+                # padded along axis 1. A document without images has an entry of padding only
                 outputs = [document.get(name, outputs[0][:, :0]) for document in documents]
             if outputs:
                 batch[name] = join_padded(outputs, axis=0)
@@ -95,8 +94,8 @@ class PaddedImageCollator:
 class RopeIndex:
     """Computes the M-RoPE positions of a document.
 
-    `get_rope_index` of the model's class needs only the config of the model. So it is called on an object without
-    weights, which can be sent to the workers of a data loader.
+    `get_rope_index` of the model's class needs only the config of the model. So it is called on an object that has
+    nothing else. Class and config, unlike a model with weights, can be sent to the workers of a data loader.
     """
 
     model_class: type[Any]  # class of the base model
@@ -106,6 +105,7 @@ class RopeIndex:
         """Return the position of each token in time, height and width, shape (3, tokens)."""
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
         num_tokens = tokens.shape[1]
+        # Of the outputs of the processor, each model takes other ones here
         parameters = inspect.signature(self.model_class.get_rope_index).parameters
         inputs = {name: value for name, value in document.items() if name in parameters and name not in TEXT_KEYS}
         if not any(name.endswith("_grid_thw") for name in inputs):
@@ -113,9 +113,6 @@ class RopeIndex:
             return torch.arange(num_tokens).expand(3, -1)
         model = object.__new__(self.model_class)
         vars(model)["config"] = self.config
-        for name in inputs:
-            if name.endswith("type_ids"):  # one value for each token; values behind the last token are cut off
-                inputs[name] = inputs[name][:, :num_tokens]
         positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
         return positions[:, 0]
 
@@ -157,8 +154,8 @@ class PackedImages(PackContent):
 
         Args:
             documents: the documents of the pack.
-            runs: the runs of the pack, in the order of their rows. A `DocumentRun` names its document by the index
-                `document`, and begins with the token `first` of it.
+            runs: the runs of the pack, in the order of their rows. A `DocumentRun` is the tokens of
+                `documents[run.document]` from the token `run.first` on.
             position_ids: position of each token in its document, shape (1, T), with padding.
 
         Returns:
@@ -166,28 +163,37 @@ class PackedImages(PackContent):
             of each token in its document, by which documents are told apart, then time, height and width.
         """
         entries = {}
+        documents_of_runs = [documents[run.document] for run in runs]
         for name in self.layout.tokens & set[str]().union(*documents):
-            # A document without images lacks the output, and all its tokens have the value 0
-            text_values = [torch.zeros(1, len(document["input_ids"]), dtype=torch.int64) for document in documents]
-            values = [documents[i].get(name, text_values[i])[:, first:] for i, first, *_ in runs]
-            num_padding = position_ids.shape[1] - sum(value.shape[1] for value in values)
-            entries[name] = F.pad(torch.cat(values, dim=1), (0, num_padding))
-        # Take the outputs for the images that begin in each run. A run has none if all images of its document begin
-        # before it, in tokens that the document shares. `images_before` of the `num` images of a document begin before
-        # its run, so the run has the images `images_before` to `num - 1`
-        run_outputs = [
-            documents[i] if images_before == 0 else images_between(documents[i], images_before, num, num=num)
-            for i, _, images_before, num in runs
-            if images_before == 0 or images_before < num
-        ]
+            values = []
+            for run, document in zip(runs, documents_of_runs, strict=True):
+                # A document without images lacks the output, and all its tokens have the value 0
+                text_values = torch.zeros(1, len(document["input_ids"]), dtype=torch.int64)
+                values.append(document.get(name, text_values)[:, run.first :])
+            joined = torch.cat(values, dim=1)
+            entries[name] = F.pad(joined, (0, position_ids.shape[1] - joined.shape[1]))
+        # Take the outputs for the images that begin in each run, if there are any: the first `images_before` images of
+        # its document begin before it, in tokens that the document shares
+        run_outputs = []
+        for run, document in zip(runs, documents_of_runs, strict=True):
+            if run.images_before == 0:
+                run_outputs.append(document)
+            elif run.images_before < run.num_images:
+                run_outputs.append(
+                    images_between(document, run.images_before, run.num_images, num_images=run.num_images)
+                )
         for name, axis in self.layout.images.items():
             tensors = [outputs[name] for outputs in run_outputs if name in outputs]
             if tensors:
                 entries[name] = join_padded(tensors, axis)
         if self.rope_index is not None:
-            positions = [self.rope_index(documents[i])[:, first:] for i, first, *_ in runs]
+            positions = [
+                self.rope_index(document)[:, run.first :] for run, document in zip(runs, documents_of_runs, strict=True)
+            ]
             num_tokens = sum(position.shape[1] for position in positions)
-            padding = position_ids[0, num_tokens:].expand(3, -1)
+            padding = position_ids[0, num_tokens:].expand(
+                3, -1
+            )  # as in a text, all three are the position of the token
             rope_positions = torch.cat([*positions, padding], dim=1)
             entries["position_ids"] = torch.cat([position_ids[None], rope_positions[:, None]])
         return entries

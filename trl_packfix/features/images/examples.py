@@ -41,7 +41,7 @@ class ImageExamples:
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
         # `process` has the settings of the run, which may train completions or answers only. Messages without
         # completions or answers, such as the messages of these documents, would then be refused
-        self.process = process.without_masks()
+        self.process = process.with_every_token_trained()
         self.processor = process.processor
         self.text_field = text_field
         self._random = np.random.default_rng(0)

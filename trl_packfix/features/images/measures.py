@@ -155,7 +155,7 @@ def measure(
             desc=f"Measuring {name} dataset",
         )
 
-    check_interval = CHECK_INTERVAL if process.depends_on_sizes else 1
+    check_interval = CHECK_INTERVAL if process.shapes_depend_on_size else 1
     measures = measure_rows(check_interval)
     differs = np.flatnonzero(measures["differs"])
     if len(differs):

@@ -1,8 +1,8 @@
 """Process one row with images into one document: its tokens, its labels and the tensors of its images.
 
-A row is a row of the user's dataset or, with `per_turn`, one turn of a conversation. `RowProcessor` processes it twice:
-before training for `measures.py`, which only caches lengths and hashes (`measure_row`), and during training in a worker
-of the data loader, which needs the tensors.
+A row is a row of the user's dataset or, with the setting `per_turn`, one turn of a conversation as a prompt and a
+completion. `RowProcessor` processes it twice: before training for `measures.py`, which only caches lengths and hashes
+(`measure_row`), and during training in a worker of the data loader, which needs the tensors.
 
 Words:
     placeholder  a token that stands for a part of an image.
@@ -46,15 +46,15 @@ class RowProcessor:
         return RowProcessor, (self._collate,)
 
     @property
-    def depends_on_sizes(self) -> bool:
-        """Whether the shapes of processed images may be taken from images of the same sizes."""
+    def shapes_depend_on_size(self) -> bool:
+        """Whether the shapes of a processed image depend only on the size of the image. `measures.py` checks this."""
         # An image processor that is not part of transformers may choose the shape by what an image shows
         image_processor = getattr(self.processor, "image_processor", None)
         return type(image_processor).__module__.partition(".")[0] == "transformers"
 
     @cached_property
     def by_size(self) -> "RowProcessor":
-        """A copy that returns shapes without pixels, and processes only one image of each size."""
+        """A copy that returns images of the right shapes without their pixels, and processes one image of each size."""
         processor = copy.copy(self.processor)
         processor.image_processor = SizeProcessor(processor.image_processor)
         return RowProcessor(replace(self._collate, processor=processor))
@@ -70,8 +70,8 @@ class RowProcessor:
         tokenizer = plain_tokenizer(self.processor)
         return sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
 
-    def without_masks(self) -> "RowProcessor":
-        """Return a copy for rows in which every token is trained."""
+    def with_every_token_trained(self) -> "RowProcessor":
+        """Return a copy that gives every token a label, whatever the settings of the loss are."""
         return RowProcessor(train_every_token(self._collate))
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class RowProcessor:
         if row.get("completion") == "":
             # TRL fails on an empty completion, whose tokens are a tensor of floats: process the prompt as plain text
             text = {self._collate.dataset_text_field: row["prompt"], "images": row["images"]}
-            document = self.without_masks()(text)
+            document = self.with_every_token_trained()(text)
             return document | {"labels": np.full_like(document["labels"], IGNORE_INDEX)}
         document = dict(self._collate([row]))
         document.pop("attention_mask", None)  # one row has no padding, so all are ones
@@ -100,16 +100,14 @@ class RowProcessor:
             return document
         spans = self.image_spans(document)
         images_inside = [
-            i for i, (image_start, image_stop) in enumerate(spans) if image_start >= start and image_stop <= stop
+            i for i, (image_start, image_stop) in enumerate(spans) if start < image_stop and image_start < stop
         ]
-        images_touched = [
-            i for i, (image_start, image_stop) in enumerate(spans) if image_stop > start and image_start < stop
-        ]
-        assert images_inside == images_touched, "a document is never cut inside an image"
+        edges = [edge for i in images_inside for edge in spans[i]]
+        assert all(start <= edge <= stop for edge in edges), "a document is never cut inside an image"
         cut_document = {name: document[name][start:stop] for name in ("input_ids", "labels")}
         cut_document |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
         if images_inside:
-            cut_document |= images_between(document, images_inside[0], images_inside[-1] + 1, num=len(spans))
+            cut_document |= images_between(document, images_inside[0], images_inside[-1] + 1, num_images=len(spans))
         return cut_document
 
     def compare(self, documents: Sequence[Mapping[str, Any]]) -> list[ComparedContent]:
@@ -126,7 +124,7 @@ class RowProcessor:
             spans = self.image_spans(document)
             for i, (first_token, _) in enumerate(spans):
                 digest = hashlib.blake2b()
-                for name, values in sorted(images_between(document, i, i + 1, num=len(spans)).items()):
+                for name, values in sorted(images_between(document, i, i + 1, num_images=len(spans)).items()):
                     digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
                     digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)
                 tokens[first_token] = IMAGES_FROM + numbers.setdefault(digest.digest(), len(numbers))
@@ -141,6 +139,7 @@ class RowProcessor:
         """
         if "pixel_values" not in document:
             return []
+        # Placeholders are the token of images, and the tokens whose kind is not text. No token is -1
         is_image = np.asarray(document["input_ids"]) == getattr(self.processor, "image_token_id", -1)
         for name in TOKEN_KINDS:
             if name in document:
@@ -163,8 +162,11 @@ class RowProcessor:
         sizes = sequence_sizes(document)
         images = images_of(row)
         spans = self.image_spans(document)
-        # Each span is one image, or it is not known which images belong to a span, and it depends on all images
+        # Each span is one image. If their numbers differ, it is not known which images a span stands for. So its hash
+        # is of all images of the row
         images_of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
+        # The digest tells whether a row is still the same, so it covers all that the model reads. The settings of the
+        # image processor matter to pixels only
         digest = hashlib.sha256(self.settings if images else b"")
         for name in ("input_ids", "labels"):
             digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
@@ -175,7 +177,7 @@ class RowProcessor:
             "image_stop": spans[-1][1] if spans else 0,
             "image_count": len(images),
             "image_values": int(sizes.sum()),
-            "image_squares": int((sizes**2).sum()),
+            "image_squares": int((sizes**2).sum()),  # for the cost of attention in the vision tower
             "tokens": tokens.tolist(),
             "is_target": (labels != IGNORE_INDEX).tolist(),
             "spans": [edge for span in spans for edge in span],
@@ -184,7 +186,7 @@ class RowProcessor:
                 for (start, stop), span_images in zip(spans, images_of_spans, strict=True)
             ],
             "digest": _hash_of_images(digest, images),
-            "differs": False,  # `measures.py` sets it
+            "differs": False,  # whether a row measured by its image sizes has other numbers; `measures.py` sets it
         }
 
 
@@ -239,19 +241,20 @@ def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)
     grid: Tensor | None = document.get("image_grid_thw")
     if grid is not None:
-        return grid.prod(-1) * (pixels.numel() // pixels.shape[0])
+        values_per_patch = pixels.numel() // pixels.shape[0]
+        return grid.prod(-1) * values_per_patch
     # A sequence is (channels, height, width), or (patches, values) if the processor has cut the image into patches
     num_axes = 3 if pixels.dim() > 3 else 2
     sequences = pixels.reshape(-1, *pixels.shape[-num_axes:]).flatten(1)
     return sequences.any(1) * sequences.shape[1]
 
 
-def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
-    """Return the processor's outputs, by name, for the images `first` to `stop - 1` of a document with `num` images."""
-    if (first, stop) == (0, num):
+def images_between(document: Mapping[str, Any], first: int, stop: int, *, num_images: int) -> dict[str, Tensor]:
+    """Return the processor's outputs, by name, for the images `first` to `stop - 1` of a document."""
+    if (first, stop) == (0, num_images):
         return {name: document[name] for name in _processor_outputs(document)}
-    ends = _ends_of_images(document, num)
-    assert ends is not None  # if the ends are unknown, all images count as one, with `num` 1
+    ends = _ends_of_images(document, num_images)
+    assert ends is not None  # if the ends are unknown, all images count as one, which was returned above
     images = {}
     for name, (axis, stops) in ends.items():
         edges = [0, *stops]
@@ -259,8 +262,8 @@ def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: i
     return images
 
 
-def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[int, list[int]]] | None:
-    """Find where each of `num` images ends in the outputs of the processor.
+def _ends_of_images(document: Mapping[str, Any], num_images: int) -> dict[str, tuple[int, list[int]]] | None:
+    """Find where each image of a document ends in the outputs of the processor.
 
     An output has one entry per image, or the patches of all images one after the other, counted by their grids.
 
@@ -269,16 +272,16 @@ def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[in
         each image. None if an output has neither form.
     """
     grid = document.get("image_grid_thw")
-    patches = [] if grid is None or len(grid) != num else grid.prod(-1).cumsum(0).tolist()
+    patches = [] if grid is None or len(grid) != num_images else grid.prod(-1).cumsum(0).tolist()
+    one_by_one = list(range(1, num_images + 1))
     ends = {}
     for name in _processor_outputs(document):
         shape = document[name].shape
-        one_by_one = list(range(1, num + 1))
         if patches and name == "pixel_values" and shape[0] == patches[-1]:
             ends[name] = (0, patches)
-        elif shape[:1] == (num,):
+        elif shape[:1] == (num_images,):
             ends[name] = (0, one_by_one)
-        elif shape[:2] == (1, num):
+        elif shape[:2] == (1, num_images):
             ends[name] = (1, one_by_one)
         else:
             return None
@@ -325,6 +328,7 @@ class SizeProcessor:
             return self._image_processor(images=images, **kwargs)
         key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
+            # Not black: without normalisation black is 0, as padding is, which `_shape` tells apart
             one_colour_images = _map_images(images, lambda image: Pillow.new(image.mode, image.size, 1))
             outputs = self._image_processor(images=one_colour_images, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
@@ -349,9 +353,9 @@ def _map_images(images: object, function: Callable[[Any], object]) -> object:
 def _shape(value: Any) -> Any:
     """Return an output of the image processor without its content.
 
-    Pixels and masks become a tensor of their shape that takes no memory, because each image or tile has one value,
-    expanded: 0 for padding, 1 otherwise. Sizes and grids of images are returned as they are: placeholders in the text
-    are expanded by them.
+    Pixels become a tensor of their shape that takes no memory, because each image or tile has one value, expanded: 0
+    for padding, 1 otherwise. So do masks of pixels, integers of 4 or more axes. Other integers, such as the sizes and
+    grids of images, are returned as they are: placeholders in the text are expanded by them.
     """
     if not isinstance(value, Tensor) or (value.dim() < 4 and not value.is_floating_point()):
         return value

@@ -75,7 +75,7 @@ class StreamImages(StreamRows):
     _check_interval: int = field(init=False, default=CHECK_INTERVAL)
 
     def __post_init__(self) -> None:
-        self._check_interval = CHECK_INTERVAL if self.process.depends_on_sizes else 1
+        self._check_interval = CHECK_INTERVAL if self.process.shapes_depend_on_size else 1
 
     @property
     def processor_settings(self) -> str:  # type: ignore[override]
