@@ -1,11 +1,11 @@
 """Whole models on our attention, every document packed against alone, and what the guard on them refuses."""
 
-import json
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import select_attention
+from support.attention import MODELS, largest_gradient_error
+from support.models import attend_packs, select_attention
 from support.versions import current_models, enable_checkpointing
 from transformers import AutoModelForCausalLM
 
@@ -17,30 +17,6 @@ from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
 
 LENGTHS = [1, 40, 7, 100]  # across the window and chunk of 16 tokens
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODELS = {
-    "llama": {},
-    "qwen3": {},
-    "gemma3": {},  # sliding window
-    "gemma2": {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},  # softcap
-    "gpt_oss": {},  # sinks, sliding window
-    "opt": {},  # its mask ignores position_ids
-    "mixtral": {},
-    "qwen3_moe": {},
-    "mistral": {"sliding_window": 16},
-    "stablelm": {},  # hands position_ids only to its attention
-    "qwen2_moe": MOE  # its windows exist in the mask only
-    | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-    "llama4_text": {  # its chunks exist in the mask only
-        "head_dim": 8, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 64,
-        "no_rope_layers": [1, 0],
-    },
-    "deepseek_v3": {  # value heads smaller than query heads
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
-        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-        "num_key_value_heads": 4, "head_dim": 4,
-    },
-}  # fmt: skip
 
 
 def make_documents(lengths=LENGTHS, seed=0):
@@ -50,6 +26,12 @@ def make_documents(lengths=LENGTHS, seed=0):
 
 def make_pack(lengths=LENGTHS, **changes):
     return {**PackedDataCollator()(make_documents(lengths)), **changes}
+
+
+def logits_alone(model):
+    """Return the logits of each document by itself, one behind the other."""
+    documents = [torch.tensor([document["input_ids"]]) for document in make_documents()]
+    return torch.cat([model(ids, use_cache=False).logits for ids in documents], 1)
 
 
 @pytest.fixture
@@ -64,15 +46,6 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(varlen, "attend_on_cpu", counting)
     return counted
-
-
-def largest_gradient_error(model, reference):
-    """Return the largest difference of any gradient entry, relative to the largest gradient entry of the model."""
-    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
-    assert all((a is None) == (b is None) for a, b in pairs)
-    pairs = [(a, b) for a, b in pairs if a is not None]
-    assert pairs
-    return max((a - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
 
 
 # Whole models
@@ -90,15 +63,12 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
     model = tiny_model(model_type, **settings).train()
     for m in (model_alone, model):
         m.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    assert select_attention(model).name == ATTENTION_NAME
-    mark_packed_forwards(model)
+    attend_packs(model)
     if checkpointing is not None:
         enable_checkpointing(model, checkpointing)
         model.enable_input_require_grads()
 
-    expected = torch.cat(
-        [model_alone(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()], 1
-    )
+    expected = logits_alone(model_alone)
     masks = []
     for module in model.modules():
         if type(module).__name__.endswith("Attention"):
@@ -109,10 +79,8 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
     batch.pop("labels")
     logits = model(**batch).logits
     num_layers = model.config.num_hidden_layers
-    assert len(calls) == num_layers
-    assert sum(calls[0]) == sum(LENGTHS)
-    assert len(masks) == num_layers
-    assert all(mask is None for mask in masks)
+    assert [sum(lengths) for lengths in calls] == [sum(LENGTHS)] * num_layers
+    assert masks == [None] * num_layers
     assert (logits - expected).abs().max() < 1e-10
 
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -129,8 +97,7 @@ def test_generate_and_padding_are_as_before(model_type, tiny_model):
     settings = MODELS[model_type]
     stock = tiny_model(model_type, **settings).eval()
     model = tiny_model(model_type, **settings).eval()
-    select_attention(model)
-    mark_packed_forwards(model)
+    attend_packs(model)
     input_ids = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
     padding = torch.ones_like(input_ids)
     padding[0, :9] = 0
@@ -152,8 +119,9 @@ def test_a_saved_checkpoint_reloads_without_us(tiny_model, tmp_path):
     model = tiny_model("llama")
     assert select_attention(model).name == model.config._attn_implementation == ATTENTION_NAME
     model.save_pretrained(tmp_path)
-    assert ATTENTION_NAME not in (tmp_path / "config.json").read_text()
-    assert "attn_implementation" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    config = (tmp_path / "config.json").read_text()
+    assert ATTENTION_NAME not in config
+    assert "attn_implementation" not in config
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
@@ -162,28 +130,23 @@ def test_a_saved_checkpoint_reloads_without_us(tiny_model, tmp_path):
 
 def test_guard_is_removable_and_survives_errors(tiny_model):
     model = tiny_model("llama").train()
-    select_attention(model)
-    guard = mark_packed_forwards(model)
+    guard = attend_packs(model)
     batch = make_pack()
-    masks = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: masks.append(len(this_thread.packed_forwards)))
-    model(**batch)
-    assert masks == [1]
-    assert not this_thread.packed_forwards
-    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    depths = []
+    layers = model.model.layers
+    layers[0].register_forward_pre_hook(lambda *_: depths.append(len(this_thread.packed_forwards)))
+    broken = layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
-    assert not this_thread.packed_forwards
     broken.remove()
     with pytest.raises(ValueError):
-        model(**{**batch, "use_cache": True})
-    assert not this_thread.packed_forwards
+        model(**batch | {"use_cache": True})
     model(**batch)
+    assert depths == [1, 1], "a forward that failed is still running"
     assert not this_thread.packed_forwards
     guard.remove()
     with pytest.raises(ValueError, match="prepare_for_packing"):  # now transformers builds a mask, which is noticed
         model(**batch)
-    handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -212,8 +175,7 @@ def test_guard_refuses(name, changes, message, tiny_model):
 def test_training_without_boundaries_is_refused(model_type, tiny_model):
     """Models make up position_ids when they are given none: one document is never assumed from these."""
     model = tiny_model(model_type).train()
-    select_attention(model)
-    mark_packed_forwards(model)
+    attend_packs(model)
     rows = torch.ones(2, 40, dtype=torch.long)
     with pytest.raises(ValueError, match="never assumes a single document|got an attention_mask"):
         model(rows[:1], use_cache=False)
@@ -230,8 +192,7 @@ def test_training_without_boundaries_is_refused(model_type, tiny_model):
 @pytest.mark.parametrize("model_type", ["llama", "stablelm"])
 def test_a_pack_of_one_document(model_type, checkpointing, tiny_model, calls):
     model = tiny_model(model_type).train()
-    select_attention(model)
-    mark_packed_forwards(model)
+    attend_packs(model)
     if checkpointing:
         enable_checkpointing(model, reentrant=False)
     model(**make_pack([30])).loss.backward()
@@ -243,10 +204,9 @@ def test_guard_on_peft_and_on_a_replaced_forward(task_type, tiny_model, calls):
     """TRL replaces `forward`; PEFT wraps the model. The hooks sit on the transformers model and run in both."""
     adapter = LoraConfig(target_modules=["q_proj"], task_type=task_type)
     model = get_peft_model(tiny_model("llama"), adapter).train()
-    choice = select_attention(model)
-    mark_packed_forwards(model)
+    attend_packs(model)
     inner = model.get_base_model()
-    assert choice.name == inner.config._attn_implementation == ATTENTION_NAME
+    assert inner.config._attn_implementation == ATTENTION_NAME
     original = inner.forward
     inner.forward = lambda *args, **kwargs: original(*args, **kwargs)
     model(**make_pack()).loss.backward()
@@ -274,5 +234,4 @@ def test_multimodal_text_part_only(calls):
         model(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]))
     set_attention(model, "sdpa")
     assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
-    logits_alone = [model(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()]
-    assert (packed - torch.cat(logits_alone, 1)).abs().max() < 1e-5
+    assert (packed - logits_alone(model)).abs().max() < 1e-5

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.models import build_tiny_model, select_attention
+from support.models import attend_packs, build_tiny_model
 from support.strict_varlen import StrictVarlen
 
 from trl_packfix.attention import choice, varlen
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data import by_length
 from trl_packfix.data.by_length import ByLength, plan_launches
 from trl_packfix.data.collator import PackedDataCollator
@@ -76,8 +75,7 @@ def trained(batch, monkeypatch):
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     model = build_tiny_model("gpt_oss", dtype=torch.bfloat16, seed=0).train()  # windows and sinks
-    select_attention(model, device_type="cuda")
-    mark_packed_forwards(model)
+    attend_packs(model, device_type="cuda")
     batch = {name: x for name, x in batch.items() if name not in (WEIGHTS, "labels")}
     with StrictVarlen() as strict:
         logits = model(**batch).logits

@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
+from support.attention import MODELS
 from support.models import select_attention, with_attention
-from test_attention import MODELS
 from torch import nn
 from transformers import AutoConfig
 

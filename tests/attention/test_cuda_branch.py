@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.attention import MODELS
 from support.features import needs, sharing
-from support.models import build_tiny_model, select_attention
+from support.models import attend_packs, build_tiny_model
 from support.runs import build_trainer, texts
 from support.versions import enable_checkpointing, selects_checkpoints
-from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_packfix.attention import choice, runs, varlen
-from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.compat import VARLEN_KERNEL
 from trl_packfix.data import by_length
 from trl_packfix.data.collator import PackedDataCollator
@@ -78,8 +76,7 @@ def as_on_cuda(monkeypatch):
 
 def prepared(model_type):
     model = build_tiny_model(model_type, dtype=torch.bfloat16, **MODELS[model_type]).to("meta").train()
-    assert select_attention(model, device_type="cuda").name == ATTENTION_NAME
-    mark_packed_forwards(model)
+    attend_packs(model, device_type="cuda")
     return model
 
 
@@ -154,8 +151,7 @@ def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tm
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}}
     build_trainer(tmp_path, texts(9), model, bf16=True, **settings)
     model.to("meta").train().activation_checkpointing_enable()
-    assert select_attention(model, device_type="cuda").name == ATTENTION_NAME
-    mark_packed_forwards(model)
+    attend_packs(model, device_type="cuda")
     with Calls() as calls:
         model(**pack([1, 40, 7, 100])).logits.sum().backward()
     layers = model.config.num_hidden_layers

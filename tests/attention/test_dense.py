@@ -6,13 +6,12 @@ FlashAttention-2 kernels.
 
 import pytest
 import torch
+from support.attention import outputs_and_gradients, pack_alone, random_inputs
 from support.strict_varlen import StrictVarlen
 
 from trl_packfix.attention import dense, flash
 from trl_packfix.attention.kernels import attend_on_cpu
-from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda
-from trl_packfix.group import ALONE
 
 LENGTH = 40
 SCALE = 0.3
@@ -29,58 +28,46 @@ def kernels(monkeypatch):
         yield strict
 
 
-def states_of(length=LENGTH, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(1, heads, length, 16) for heads in (4, 2, 2)]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
-
-
-def pack_of(*lengths):
-    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    return PackedForward(bounds, bounds, max(lengths), max(lengths), group=ALONE)
-
-
-def results_of(attend, states):
-    out = attend(*states)
-    return [out.detach(), *torch.autograd.grad(out, states, torch.linspace(-1, 1, 16, dtype=out.dtype).expand_as(out))]
+def states_of(length=LENGTH):
+    return random_inputs(length, head_dim=16)
 
 
 @pytest.mark.parametrize("window", [None, LENGTH], ids=["no window", "a window that limits nothing"])
 def test_a_long_document_is_computed_densely_and_equals_the_reference(kernels, window):
     states = states_of()
-    results = results_of(lambda *x: attend_pack_on_cuda(*x, pack_of(LENGTH), scale=SCALE, window=window), states)
-    expected = results_of(lambda *x: attend_on_cpu(*x, [LENGTH], scale=SCALE), states)
+    results = outputs_and_gradients(attend_pack_on_cuda, states, pack_alone([LENGTH]), scale=SCALE, window=window)
+    expected = outputs_and_gradients(attend_on_cpu, states, [LENGTH], scale=SCALE)
     assert kernels.forwards == []
     for result, reference in zip(results, expected, strict=True):
         assert (result - reference).norm() < 1e-13 * reference.norm()
 
 
 CASES = {
-    "two documents": (LENGTH, (LENGTH - 3, 3), {}),
-    "a short document": (LENGTH - 1, (LENGTH - 1,), {}),
-    "a window": (LENGTH, (LENGTH,), {"window": 7}),
-    "sinks": (LENGTH, (LENGTH,), {"sinks": torch.linspace(-1, 1, 4, dtype=torch.float64)}),
-    "chunks": (LENGTH, (LENGTH,), {"chunk": 9}),
+    "two documents": ([LENGTH - 3, 3], {}),
+    "a short document": ([LENGTH - 1], {}),
+    "a window": ([LENGTH], {"window": 7}),
+    "sinks": ([LENGTH], {"sinks": torch.linspace(-1, 1, 4, dtype=torch.float64)}),
+    "chunks": ([LENGTH], {"chunk": 9}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_of_packs_compute_everything_else(case, kernels):
-    length, lengths, options = CASES[case]
-    attend_pack_on_cuda(*states_of(length), pack_of(*lengths), scale=SCALE, **options)
+    lengths, options = CASES[case]
+    attend_pack_on_cuda(*states_of(sum(lengths)), pack_alone(lengths), scale=SCALE, **options)
     assert len(kernels.forwards) == 1
 
 
 def test_tensors_with_offsets_beyond_32_bits_stay_on_the_kernels_of_packs(kernels, monkeypatch):
     monkeypatch.setattr(dense, "MAX_ELEMENTS", 4 * LENGTH * 16 - 1)
-    attend_pack_on_cuda(*states_of(), pack_of(LENGTH), scale=SCALE)
+    attend_pack_on_cuda(*states_of(), pack_alone([LENGTH]), scale=SCALE)
     assert len(kernels.forwards) == 1
 
 
 def test_deterministic_runs_do_not_choose_by_time(kernels):
     torch.use_deterministic_algorithms(True)
     try:
-        attend_pack_on_cuda(*states_of(), pack_of(LENGTH), scale=SCALE)
+        attend_pack_on_cuda(*states_of(), pack_alone([LENGTH]), scale=SCALE)
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(kernels.forwards) == 1
@@ -99,7 +86,7 @@ def test_a_kind_of_heads_is_measured_once(kernels, monkeypatch):
     monkeypatch.setattr(dense, "is_faster", is_faster)
     monkeypatch.setattr(dense, "MEASURED_TOKENS", 24)
     for length in (LENGTH, LENGTH + 8):
-        attend_pack_on_cuda(*states_of(length), pack_of(length), scale=SCALE)
+        attend_pack_on_cuda(*states_of(length), pack_alone([length]), scale=SCALE)
     assert calls == [[(1, 4, 24, 16), (1, 2, 24, 16), (1, 2, 24, 16)]]
     assert len(kernels.forwards) == 2
 

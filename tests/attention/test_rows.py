@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_packfix.attention.rows import DocumentRows, TensorAxes, group_by_length
@@ -29,7 +29,6 @@ def tensor(layout, num_tokens):
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-@settings(deadline=None)
 @given(LENGTHS, BUDGETS, st.sampled_from(LAYOUTS))
 def test_a_row_holds_its_document_and_nothing_of_another_and_rows_are_joined_again(lengths, budget, layout):
     axes, shape = layout

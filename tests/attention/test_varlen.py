@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import select_attention
+from support.attention import (
+    bounds_of,
+    in_float64,
+    largest_difference,
+    one_launch,
+    outputs_and_gradients,
+    random_inputs,
+)
+from support.models import attend_packs
 from support.strict_varlen import StrictVarlen
 from torch import nn
 from torch._dynamo.utils import counters
@@ -20,9 +28,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from trl_packfix.attention import choice, flash, kernels, varlen
 from trl_packfix.attention.flash import visible_keys
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernel_errors import KernelError
-from trl_packfix.attention.kernels import KernelLaunch, attend_by_document, attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda
 from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.runs import _cut_launch_at_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
@@ -58,27 +65,6 @@ def dense_attention(query, key, value, lengths, scale, window=None, softcap=None
     return torch.einsum("bhqk,bhkd->bhqd", weights, value)
 
 
-def random_inputs(
-    num_tokens=T, heads=4, kv_heads=2, head_dim=8, value_dim=None, sinks=False, dtype=torch.float64, seed=0
-):
-    generator = torch.Generator().manual_seed(seed)
-    value_dim = head_dim if value_dim is None else value_dim
-    shapes = [(heads, num_tokens, head_dim), (kv_heads, num_tokens, head_dim), (kv_heads, num_tokens, value_dim)]
-    tensors = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    tensors += [torch.randn(heads, generator=generator, dtype=torch.float64)] if sinks else []
-    return [x.to(dtype).requires_grad_() for x in tensors]
-
-
-def outputs_and_gradients(function, inputs):
-    out = function(*inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, inputs, weights, allow_unused=True)]
-
-
-def largest_difference(these, those):
-    return max((a - b).abs().max().item() for a, b in zip(these, those, strict=True))
-
-
 # The kernels
 
 
@@ -88,42 +74,30 @@ def largest_difference(these, those):
 @pytest.mark.parametrize("kv_heads,value_dim", [(4, 8), (2, 8), (1, 12), (2, 5)])
 @pytest.mark.parametrize("attend", [attend_on_cpu, attend_by_document])
 def test_every_feature_equals_dense_attention(attend, kv_heads, value_dim, window, softcap, sinks):
-    inputs = random_inputs(kv_heads=kv_heads, value_dim=value_dim, sinks=sinks)
+    inputs = random_inputs(T, kv_heads=kv_heads, value_dim=value_dim, sinks=sinks)
     options = {"scale": 0.4, "window": window, "softcap": softcap}
-
-    def ours(q, k, v, s=None):
-        return attend(q, k, v, LENGTHS, sinks=s, **options)
-
-    def dense(q, k, v, s=None):
-        return dense_attention(q, k, v, LENGTHS, sinks=s, **options)
-
-    assert largest_difference(outputs_and_gradients(ours, inputs), outputs_and_gradients(dense, inputs)) < 1e-12
+    results = [outputs_and_gradients(function, inputs, LENGTHS, **options) for function in (attend, dense_attention)]
+    assert largest_difference(*results) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window,sinks", [(None, False), (64, False), (None, True), (3, True)])
 def test_rounding_is_that_of_sdpa(dtype, window, sinks):
     """Compare the error against fp64 with that of torch's own masked sdpa in the same dtype (which has no sinks)."""
-    exact_inputs = random_inputs(head_dim=16, sinks=sinks, dtype=dtype)
-    wide_inputs = [x.detach().double().requires_grad_() for x in exact_inputs]
+    inputs = random_inputs(T, head_dim=16, sinks=sinks, dtype=dtype)
     options = {"scale": 0.25, "window": window}
 
-    def error(function, reference):
-        got = outputs_and_gradients(function, exact_inputs)
-        want = outputs_and_gradients(reference, wide_inputs)
-        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True) if a is not None]
+    def masked_sdpa(query, key, value, lengths, scale, window):
+        mask = torch.block_diag(*[visible_keys(n, n, window, device="cpu") for n in lengths])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    def mask():
-        return torch.block_diag(*[flash.visible_keys(n, n, window, device="cpu") for n in LENGTHS])
+    def errors(attend, inputs):
+        results = outputs_and_gradients(attend, inputs, LENGTHS, **options)
+        exact = outputs_and_gradients(dense_attention, in_float64(inputs), LENGTHS, **options)
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
 
-    ours = error(
-        lambda q, k, v, s=None: attend_on_cpu(q, k, v, LENGTHS, sinks=s, **options),
-        lambda q, k, v, s=None: dense_attention(q, k, v, LENGTHS, sinks=s, **options),
-    )
-    sdpa = error(
-        lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(), scale=0.25, enable_gqa=True),
-        lambda q, k, v, *_: dense_attention(q, k, v, LENGTHS, **options),
-    )
+    ours = errors(attend_on_cpu, inputs)
+    sdpa = errors(masked_sdpa, inputs[:3])
     # the sinks' own gradient, the fifth, has nothing to stand beside
     assert all(a <= 2 * b for a, b in zip(ours, sdpa, strict=False)), (ours, sdpa)
     assert max(ours) < 20 * torch.finfo(dtype).eps  # the sinks' gradient, and a guard against both being wrong
@@ -238,25 +212,17 @@ def test_masks_of_windows_are_no_larger_than_two_windows(launches):
 @pytest.mark.parametrize("window", [None, 7, 1000])
 def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
     monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
-
-    def ours(q, k, v, s=None):
-        launch = KernelLaunch((bounds, bounds), (max(LENGTHS), max(LENGTHS)), slice(None), slice(None))
-        return attend_on_cuda(q, k, v, [launch], scale=0.4, window=window, sinks=s)
-
-    def dense(q, k, v, s=None):
-        return dense_attention(q, k, v, LENGTHS, 0.4, window=window, sinks=s)
-
+    inputs = random_inputs(T, head_dim=6, value_dim=5, sinks=sinks)
     with StrictVarlen() as calls:  # which takes heads of a multiple of 8 only
-        assert largest_difference(outputs_and_gradients(ours, inputs), outputs_and_gradients(dense, inputs)) < 1e-12
+        results = outputs_and_gradients(attend_on_cuda, inputs, [one_launch(LENGTHS)], scale=0.4, window=window)
+    expected = outputs_and_gradients(dense_attention, inputs, LENGTHS, scale=0.4, window=window)
+    assert largest_difference(results, expected) < 1e-12
     assert len(calls.forwards) == len(calls.backwards) == 1
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20))
 def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
-    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
+    launch = one_launch(lengths)
     bounds_of_chunks, keys = _cut_launch_at_chunks(launch, sum(lengths), chunk).cu_seq_lens
     chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
     assert [n for n in bounds_of_chunks.diff().tolist() if n] == chunks
@@ -264,7 +230,9 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     assert bounds_of_chunks[-1] == sum(lengths)
     assert (bounds_of_chunks.diff() >= 0).all()
     assert torch.equal(bounds_of_chunks, keys)
-    on_meta = launch._replace(cu_seq_lens=(bounds.to("meta"), bounds.to("meta")))  # any read on the host raises
+    on_meta = launch._replace(
+        cu_seq_lens=[bounds.to("meta") for bounds in launch.cu_seq_lens]
+    )  # any read on the host raises
     assert _cut_launch_at_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == bounds_of_chunks.shape
 
 
@@ -306,24 +274,24 @@ def test_fp32_queries_of_a_model_in_half_precision_are_cast(running_forward):
     layer = Layer()
     layer.config = SimpleNamespace(dtype=torch.bfloat16)
     layer.proj = nn.Linear(8, 8, dtype=torch.bfloat16)
-    query, key, value = random_inputs(dtype=torch.float32)
-    out, _ = varlen_attention(layer, query, key, value.bfloat16(), None)
-    assert out.dtype == torch.bfloat16
+    query, key, value = random_inputs(T, dtype=torch.float32)
+
+    def dtype_of_output(layer, value):
+        return varlen_attention(layer, query, key, value, None)[0].dtype
+
+    assert dtype_of_output(layer, value.bfloat16()) == torch.bfloat16
     layer.proj = nn.Linear(8, 8)
     layer.config._is_quantized = True
-    out, _ = varlen_attention(layer, query, key, value.bfloat16(), None)
-    assert out.dtype == torch.bfloat16
+    assert dtype_of_output(layer, value.bfloat16()) == torch.bfloat16
     del layer.config._is_quantized
-    assert varlen_attention(layer, query, key, value, None)[0].dtype == torch.float32
-    out, _ = varlen_attention(Layer(), query, key, value, None)  # no config and no projection to go by
-    assert out.dtype == torch.float32
+    assert dtype_of_output(layer, value) == torch.float32
+    assert dtype_of_output(Layer(), value) == torch.float32  # no config and no projection to go by
 
 
 def test_the_cuda_kernels_refuse_fp32():
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
     inputs = random_inputs(3, head_dim=64, dtype=torch.float32)
     with pytest.raises(KernelError, match=r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"):
-        attend_on_cuda(*inputs, [KernelLaunch((bounds, bounds), (3, 3), slice(None), slice(None))], scale=1.0)
+        attend_on_cuda(*inputs, [one_launch([3])], scale=1.0)
 
 
 def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -368,9 +336,8 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
         packed = PackedModel(model, torch.bfloat16, "cuda", 64)
     with StrictVarlen() as calls:
         report = packed.prove(model)
-    assert packed.is_proved, report.summary()
+    assert packed.is_proved and not packed.repaired, report.summary()
     assert report.max_gradient == 0, report.summary()
-    assert not packed.repaired, report.summary()
     assert packed.attention.name == varlen.ATTENTION_NAME
     assert packed.attention.is_flash is installed
     assert ("ffpa-attn for wider heads without a window" in packed.attention.reason) is installed
@@ -393,7 +360,7 @@ def test_wide_heads_with_other_features_run_document_by_document(monkeypatch):
 
 def test_keys_may_be_the_values_of_wide_heads(monkeypatch):
     monkeypatch.setattr(kernels, "wide_kernel", lambda: wide_stand_in)
-    query, key, _ = random_inputs(head_dim=320)
+    query, key, _ = random_inputs(T, head_dim=320)
     out = kernels.attend_wide(query, key, key, BOUNDS, max(LENGTHS), 0.1)
     assert largest_difference([out], [attend_by_document(query, key, key, LENGTHS, scale=0.1)]) < 1e-12
 
@@ -406,7 +373,7 @@ class Layer(nn.Module):
     num_key_value_groups = 2
 
 
-BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+BOUNDS = bounds_of(LENGTHS)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 FROM_KWARGS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 200, "max_length_k": 200}
 
@@ -418,7 +385,7 @@ def running_forward():
 
 
 def test_boundaries_from_any_source():
-    query, key, value = random_inputs()
+    query, key, value = random_inputs(T)
     expected = dense_attention(query, key, value, LENGTHS, 8**-0.5).transpose(1, 2)
 
     def check(layer, **kwargs):
@@ -436,7 +403,7 @@ def test_boundaries_from_any_source():
 
 
 def test_autocast_decides_the_dtype():
-    query, key, value, sinks = random_inputs(sinks=True, dtype=torch.float32)
+    query, key, value, sinks = random_inputs(T, sinks=True, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for options in ({}, {"s_aux": sinks}, {"sliding_window": 5}, {"softcap": 3.0}):
             out, _ = varlen_attention(Layer(), query, key.bfloat16(), value, None, cu_seq_lens_q=BOUNDS, **options)
@@ -467,7 +434,7 @@ def test_autocast_decides_the_dtype():
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_a_packed_call_refuses(change, message):
-    query, key, value = (x.expand(change.get("rows", 1), -1, -1, -1) for x in random_inputs())
+    query, key, value = (x.expand(change.get("rows", 1), -1, -1, -1) for x in random_inputs(T))
     if extra := change.get("cached"):
         key = F.pad(key, (0, 0, extra, 0))
         value = F.pad(value, (0, 0, extra, 0))
@@ -490,8 +457,7 @@ def test_boundaries_on_a_device():
 def test_boundaries_of_packs_do_not_come_from_positions(tiny_model, monkeypatch):
     """transformers wants to stop reading them from positions (dev/upcoming.md)."""
     model = tiny_model("mistral")
-    select_attention(model)
-    mark_packed_forwards(model)
+    attend_packs(model)
     pack = PackedDataCollator()([{"input_ids": torch.arange(3, n)} for n in (40, 9, 25)])
     expected = model(**pack).logits
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)

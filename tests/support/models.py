@@ -6,6 +6,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from trl_packfix.attention import choice
+from trl_packfix.attention.forwards import mark_packed_forwards
 
 # ChatML. The generation markers are what `assistant_only_loss` reads; tools are listed in the system turn.
 CHAT_TEMPLATE = """\
@@ -122,3 +123,9 @@ def select_attention(model: nn.Module, *args, **settings) -> choice.AttentionCho
     if choice_made.name != choice_made.previous:
         choice.set_attention(model, choice_made.name)
     return choice_made
+
+
+def attend_packs(model: nn.Module, **settings):
+    """Let the model take packs, with the attention that is chosen for them, and return the guard that ends it."""
+    select_attention(model, **settings)
+    return mark_packed_forwards(model)

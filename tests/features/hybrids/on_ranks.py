@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 from ranks.exchange import LENGTHS, largest_of_ranks, start_ranks
 from ranks.table import HYBRIDS
-from support.models import select_attention
+from support.models import attend_packs
 from sweep import zoo
 from sweep.double import in_double
 
 from trl_packfix import PackingLeakError
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.group import Group
@@ -57,8 +56,7 @@ def mixed_difference(kind: str, degree: int) -> float:
     """
     model = zoo.build_model(kind).double().train()
     model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    select_attention(model)
-    guard = mark_packed_forwards(model)
+    guard = attend_packs(model)
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(16, 128, (n,), generator=generator) for n in LENGTHS]
     batch = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": ids} for ids in documents])

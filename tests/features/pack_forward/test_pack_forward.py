@@ -118,7 +118,7 @@ def padded_batches(draw):
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(padded_batches(), st.booleans())
 def test_each_token_has_a_place_with_its_own_past(padded, shares):
     ids, mask = padded

@@ -21,7 +21,7 @@ from trl_packfix.planning.token_order import TokenOrder
 ROOM = 64  # tokens of a pack
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     strategy=st.sampled_from([name for name, traits in STRATEGIES.items() if not traits.cuts_blocks]),
     num=st.integers(1, 60),

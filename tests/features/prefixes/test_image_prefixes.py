@@ -55,7 +55,7 @@ SEVEN = torch.tensor([7])
 EIGHT = torch.tensor([8])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example([[A, SEVEN], [A, EIGHT]], None)  # they differ right behind the image
 @example([[SEVEN, A, SEVEN, B], [SEVEN, A, EIGHT, B]], None)  # and between two images
 @example([[A, SEVEN, B], [A, SEVEN, A, EIGHT], [A, SEVEN, B, SEVEN, A]], None)  # images of one document are split
@@ -142,7 +142,7 @@ def test_the_probe_sees_images_of_others(fault):
             check_packs(model, 512, user_attention=users, feature=feature)
             for feature in (packed.feature, PrefixSharing("pack"))
         )
-        assert not (found.isolated and found.equal)
+        assert not found.passed
         assert found.error is None
         assert max(found.max_change, found.max_difference) > 100 * found.tolerance
         assert packed.prove_feature(model).startswith("where documents share prefixes, ")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import select_attention
+from support.attention import MODELS, in_float64, largest_gradient_error, outputs_and_gradients, random_inputs
+from support.models import attend_packs
 from support.shared_rows import pack_of
 from support.strict_varlen import StrictVarlen
-from test_attention import MODELS, largest_gradient_error
 from torch import nn
 
 from trl_packfix.attention import flash, runs, varlen
@@ -48,19 +48,11 @@ def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None)
 
 def differences(attend, shared, dtype=torch.float64, sinks=False, **features):
     """Return the largest differences of outputs and of the gradients of queries, keys, values and sinks."""
-    generator = torch.Generator().manual_seed(0)
-    num_rows = int(shared.cu_seq_lens_q[-1])
-    shapes = [(1, 4, num_rows, 6), (1, 2, num_rows, 6), (1, 2, num_rows, 4), (1, 4, num_rows, 4)]
-    *states, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    logits = torch.randn(4, generator=generator, dtype=torch.float64)
-
-    def outputs_of(attend, dtype):
-        leaves = [x.to(dtype).requires_grad_() for x in (*states, *([logits] if sinks else []))]
-        out = attend(*leaves[:3], shared, scale=0.5, sinks=leaves[3] if sinks else None, **features)
-        return [x.double() for x in (out, *torch.autograd.grad(out, leaves, weights.to(dtype)))]
-
-    pairs = zip(outputs_of(attend, dtype), outputs_of(dense, torch.float64), strict=True)
-    return [((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
+    inputs = random_inputs(int(shared.cu_seq_lens_q[-1]), head_dim=6, value_dim=4, sinks=sinks, dtype=dtype)
+    results = outputs_and_gradients(attend, inputs, shared, scale=0.5, **features)
+    exact = outputs_and_gradients(dense, in_float64(inputs), shared, scale=0.5, **features)
+    pairs = zip(results, exact, strict=True)
+    return [((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
 
 
 FEATURES = {
@@ -83,7 +75,7 @@ def short_tiles():
         yield
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(PACKS, st.sampled_from(sorted(FEATURES)), st.booleans(), st.sampled_from([None, 1, 2**30]))
 def test_random_packs_equal_the_definition(documents, name, keeps_last_rows, most_bytes):
     """Compare on the CPU, and on CUDA with a strict stand-in for the operators.
@@ -221,8 +213,7 @@ def prepared(tiny_model, model_type, **settings):
     for any_model in (model, model_alone):
         any_model.train()
         any_model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    select_attention(model)
-    mark_packed_forwards(model)
+    attend_packs(model)
     return model, model_alone
 
 
