@@ -1,6 +1,5 @@
 """Whole models on our attention, every document packed against alone, and what the guard on them refuses."""
 
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
