@@ -4,8 +4,9 @@
 among documents and to join outputs.
 
 The size of an axis is not enough: the hidden size may equal the length of a pack. So shapes are recorded in two packs
-of different lengths, and in batches without boundaries of different lengths and numbers of rows. An axis that changes
-with the number of tokens is a *token axis*, and one that doubles with the number of rows is the *batch axis*.
+with different numbers of tokens. They are also recorded in batches, which have no boundaries, with different numbers of
+tokens and of rows. An axis that changes with the number of tokens is a *token axis*, and one that doubles with the
+number of rows is the *batch axis*.
 
 Words: a *place* names a value among the arguments or outputs of a call (`arguments.py`). *Sizes* are the shapes of
 tensors, and the values of integers, by place. `TensorAxes` (`attention/rows.py`) has the token axes of a tensor and its
@@ -30,7 +31,8 @@ Axes = tuple[int, ...]  # indices of axes
 Sizes = dict[str, Shape | int]
 WATCHED_PACKS = ((13, 5, 29), (13, 5, 35))  # lengths of the documents of two packs: in sum 47 and 53, primes
 WATCHED_BATCHES = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
-# One more batch, for axes that grow with the number of tokens up to a limit, which may be reached at 17 tokens
+# One more batch, for axes that grow with the number of tokens up to a limit. For example, top-6 indices (1, T, min(6,
+# T)) have 6 numbers per token in both batches of one row, and 1 in this batch
 SHORTEST_BATCH = (1, 1)
 
 
@@ -59,6 +61,10 @@ class ModuleAxes:
 def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     """Return the axes of the named modules of the model, by name, except modules that are not called in a pack.
 
+    Args:
+        probe: runs random documents (`tokens`) through the model `inner`: in a pack, or in a batch without boundaries.
+        names: paths of the modules in the model.
+
     Raises:
         NotLearned: a shape changes with the number of tokens or rows in an unknown way.
     """
@@ -81,7 +87,8 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
         if not all(name in sizes for sizes in pack_sizes):
             continue
         batch_sizes = [sizes.get(name, no_sizes) for sizes in sizes_of_batches]
-        # Arguments: the axes that differ between the two packs are token axes.
+        # Arguments: the axes that differ between the two packs are token axes. In a batch without boundaries the module
+        # may lack some of its arguments.
         inputs_of_first, inputs_of_second = (sizes[name][0] for sizes in pack_sizes)
         inputs = {}
         numbers = set()
@@ -95,7 +102,8 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
             token_axes = _find_token_axes(name, place, size, longer=longer, lengths=pack_lengths)
             shapes = [input_sizes.get(place) for input_sizes, _ in batch_sizes]
             inputs[place] = _add_batch_axis(token_axes, size, shapes)
-        # Outputs: the axes that differ between two batches of one row are token axes.
+        # Outputs: the axes that differ between two batches of one row are token axes. After its repair the module gets
+        # batches, so batches show what it returns.
         outputs = {}
         widening = set()
         _, sizes_of_one_token = sizes_of_shortest.get(name, no_sizes)
@@ -124,7 +132,7 @@ def _find_token_axes(name: str, place: str, size: Shape, *, longer: Shape | int,
         NotLearned: an axis differs in another way, or more than two axes differ.
     """
     if not isinstance(longer, tuple) or len(size) != len(longer):
-        raise NotLearned(f"{name}: {place} has a different number of axes in another pack")
+        raise NotLearned(f"{name}: {place} has a different number of axes in another run")
     axes = tuple(i for i in range(len(size)) if size[i] != longer[i])
     grow_with_tokens = all((size[i], longer[i]) == tuple(lengths) for i in axes)
     if not grow_with_tokens or len(axes) > 2:
@@ -158,7 +166,7 @@ def _add_batch_axis(token_axes: Axes, size: Shape, shapes: list[Shape | int | No
         doubled = [i for i in range(len(size)) if two_rows[i] == 2 * one_row[i]]
         return TensorAxes(token_axes, doubled[0] if doubled else None)
     # Without these shapes, the batch axis is an axis of size 1, before the token axes if possible. In a mask (rows,
-    # heads, T, T) it is the first such axis, and else the nearest to the token axis.
+    # heads, T, T) it is the first axis of size 1. In all other tensors it is the axis of size 1 next to the token axis.
     single_axes = [i for i, n in enumerate(size) if n == 1 and i not in token_axes]
     axes_before = [i for i in single_axes if i < token_axes[0]]
     if not axes_before:
@@ -179,6 +187,7 @@ def _record_sizes(modules: dict[str, nn.Module], run_model: Callable[[], object]
     """
     recorded: dict[str, tuple[Sizes, Sizes]] = {}
 
+    # `calls_watched` calls it after each call of a module, with None for outputs if the module has raised.
     def note_first_call(name: str, call: int, inputs: Sizes, outputs: Sizes | None) -> None:
         recorded.setdefault(name, (inputs, outputs or {}))
 

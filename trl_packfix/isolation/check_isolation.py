@@ -14,11 +14,17 @@ A model and the length of the longest document come in; an `IsolationReport` goe
 (`probe.py`) builds and runs the packs. `packed_model.py` and `search.py` call this module before training and while
 they repair a model; users call `check_isolation`.
 
-Words: a *gap* is a difference between the states of a document in two runs, relative to the largest state; a `RunPair`
-says which two runs. It is a *change* if both runs are packs, and a *difference* if one is the document alone. A gap is
-a defect if it is larger than the *tolerance*, the part of it that rounding explains. The
-*degree* is the number of ranks that share each pack (sequence parallelism). A model that passes on whole packs may fail
-on the parts that ranks hold, so each degree is tested; the states of all ranks are gathered before they are compared.
+Words:
+
+    gap         a difference between the states of a document in two runs, relative to the largest state. A `RunPair`
+                says which two runs
+    change      a gap between two packs, in which other documents differ
+    difference  a gap between a pack and the document alone
+    tolerance   the part of a gap that rounding explains. A larger gap is a defect
+    threshold   a length above which the model computes a document differently, such as a sliding window
+    degree      the number of ranks that share each pack (sequence parallelism). A model that passes on whole packs may
+                fail on the parts that ranks hold, so each degree is tested. The states of all ranks are gathered before
+                they are compared
 """
 
 from collections.abc import Callable, Iterator
@@ -62,14 +68,15 @@ def check_isolation(
     The model is not trained or changed: parameters, gradients, buffers, random state and training mode are the same
     when the function returns.
 
-    The cost is about ten forwards of at most 50 tokens, two backwards, and forwards of packs of 311, 611, 1,211, ...
-    tokens up to `max_length` (of 311 tokens only if that is None), as many as fit the memory of the device.
+    The cost is about ten forwards of at most 50 tokens, two backwards, and forwards of packs with a document of 11
+    tokens behind 300, 600, 1,200, ... others, up to `max_length` (behind 300 only if that is None), as far as they fit
+    the memory of the device.
     [`IsolationReport`]'s `reach` says how far apart documents were tested. In half precision there are up to seven more
     forwards of 47 tokens, if one rounding does not explain the differences. If the model has thresholds below
     `max_length`, such as a sliding window, two packs just longer than the largest threshold are run.
 
-    If the model is wrapped (DDP, DeepSpeed, FSDP), all ranks must call this function. Wrapped models are tested by
-    forwards only if `degree` is 1; with a larger degree there is one backward for each document.
+    If the model is wrapped (DDP, DeepSpeed, FSDP), all ranks must call this function. With `degree=1` a wrapped model
+    is tested without its gradients. With a larger degree there is one backward for each document.
 
     Args:
         model (`nn.Module`):
@@ -119,21 +126,24 @@ def check_packs(
     `check_isolation` describes the parameters that are not listed here.
 
     Args:
-        feature: makes the probe. If documents share rows by it, `isolated` and `equal` are also False if a document
+        feature: makes the probe. With a feature by which documents share rows, the test is also failed if a document
             does not attend to the tokens that it shares.
         farthest: the most tokens in front of a document that is tested in a long pack; None: `FAR_TOKENS`.
     """
     probe_class = feature.make_probe_class(Probe)
     probe = probe_class(model, degree, user_attention)
+    # `undisturbed` switches dropout off, and restores the random state and the modes of the model.
     with probe.undisturbed(), ExitStack() as hooks:
         try:
             if probe.attention == ATTENTION_NAME:
+                # In this context a forward that gets boundaries makes them known to the attention modules.
                 hooks.callback(mark_packed_forwards(probe.inner).remove)
             elif not probe.group.is_alone and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             text_report, defect = judge_probe(probe, max_length, farthest=farthest)
             if defect is not None or not probe.has_further_examples:
                 return text_report
+            # Documents far from the start of a long pack were tested with text, so only `FAR_TOKENS` are tested here.
             report, _ = judge_probe(probe, max_length, probe.further_examples())
             largest = {name: max(getattr(text_report, name), getattr(report, name)) for name in MAXIMUM_FIELDS}
             return replace(report, unreachable=text_report.unreachable, **largest)
@@ -183,6 +193,7 @@ class ProbeMeasurement:
     def __init__(self, probe: Probe, documents: Documents):
         self.probe = probe
         self.documents = documents
+        # This first run also finds modules that draw random numbers, such as routers with jitter, and stops them.
         self._packed_states = probe.run_without_draws(lambda: probe.forward_packed(documents))
         with probe.unpacked(max(map(len, documents))):
             # By the id of the document, because tensors are no keys
@@ -194,8 +205,9 @@ class ProbeMeasurement:
         self._last_documents = documents
         self._last_states = self._packed_states
         self._is_repeated = False  # whether `measure_repetition` has run
-        num_draws = NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 0
-        self._draws = iter(range(1, 1 + num_draws))  # numbers of the random roundings that have not been tried
+        # Numbers of the random roundings (`rounded_otherwise` in `probed_model.py`) that have not been tried
+        num_roundings = NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 0
+        self._untried_roundings = iter(range(1, 1 + num_roundings))
 
     def measure_gap(self, pair: RunPair) -> Gap:
         """Run a pair, unless its states are known, and return the largest difference of its common documents."""
@@ -209,11 +221,12 @@ class ProbeMeasurement:
 
     def explains(self, gap: float) -> bool:
         """Return whether rounding explains a gap of this size, on all ranks. A measurement may raise `tolerance`."""
-        if self.probe.is_beyond([gap], [self.tolerance]):
+        if self.probe.is_beyond([gap], [self.tolerance]):  # on any rank
             self.measure_repetition()
-            # Roundings add up in a deep model, and one of them can make a router choose other experts.
+            # Roundings add up in a deep model, and one of them can make a router choose other experts. So run the pack
+            # again under random roundings, until the tolerance explains the gap or all have been tried.
             (self.tolerance,) = self.probe.limits_of_rounding(
-                [gap], [self.tolerance], lambda: [self._change_of_rerun()], draws=self._draws
+                [gap], [self.tolerance], lambda: [self._change_of_rerun()], draws=self._untried_roundings
             )
         return not self.probe.is_beyond([gap], [self.tolerance])
 
@@ -248,7 +261,9 @@ def judge_probe(
         CannotRun: the model raises on a pack.
     """
     # 1. Choose the documents.
-    tested_thresholds, unreachable = thresholds(probe.config, max_length, min(DOCUMENT_LENGTHS))
+    # `unreachable`: thresholds that no document of the run exceeds
+    shortest = min(DOCUMENT_LENGTHS)
+    tested_thresholds, unreachable = thresholds(probe.config, max_length, shortest)
     if examples is None:
         examples = probe.examples(max_length)
     else:  # thresholds are tested with text
@@ -260,9 +275,10 @@ def judge_probe(
     differences_alone = [
         measurement.measure_gap(RunPair(documents, [document], is_alone=True)) for document in documents
     ]
-    # Of equal gaps, the one of the last document is chosen.
+    # Of equal gaps, the one of the last document is chosen, which has the most documents before it.
     largest_alone = max(differences_alone, key=lambda gap: (gap.size, gap.pair.common_documents))
-    # A pack of one document needs no mask. transformers then drops it, and with it the causality of some models.
+    # In a pack of one document no boundary hides a token. transformers then makes no mask, and models that are causal
+    # only by the mask (PaliGemma) compute something else.
     last_document = documents[-1:]
     differences = [largest_alone, measurement.measure_gap(RunPair(last_document, last_document, is_alone=True))]
     if tested_thresholds:  # one document exceeds all thresholds at once, between two short ones
@@ -278,8 +294,9 @@ def judge_probe(
         _explain_by_rounding(measurement, differences)
         if measurement.explains(max(gap.size for gap in changes + differences)):
             filler_length = min(FILLER_TOKENS, max_length or FILLER_TOKENS)
+            document = documents[2]  # any document of several tokens will do
             reach = _test_far(
-                measurement, documents[2], filler_length, changes=changes, differences=differences, farthest=farthest
+                measurement, document, filler_length, changes=changes, differences=differences, farthest=farthest
             )
     # 4. Judge the largest gaps, and find the modules where information crosses.
     change = max(gap.size for gap in changes)
@@ -287,10 +304,12 @@ def judge_probe(
     is_changed = not measurement.explains(change)
     is_equal = measurement.explains(difference)
     leaks, leaking_pair = _find_leaking_modules(measurement, changes, is_changed=is_changed, is_equal=is_equal)
-    # If ranks share packs, leaks are searched for a difference, too, so they do not show that documents change others.
+    # On one rank, modules are found only where information crosses. If ranks share packs, they are also found where
+    # documents only differ from themselves alone.
     crosses = is_changed or gradient or (leaks and probe.group.is_alone)
     report = IsolationReport(
         isolated=not crosses,
+        # Not `is_equal`: the search for modules may have raised the tolerance since.
         equal=difference <= measurement.tolerance,
         max_change=change,
         max_difference=difference,
@@ -389,21 +408,22 @@ def _find_leaking_modules(
     if not probe.group.is_alone:  # ranks share packs
         is_defect = is_changed or not is_equal
         return find_wrong_parts(probe, tolerance) if is_defect else [], pair
-    if not probe.traces_leaks:
+    if not probe.traces_leaks:  # documents share rows, so inputs and outputs cannot be told apart by document
         return [], pair
     if is_changed:
         return find_leaks(probe, pair, tolerance), pair
     if measurement.rounding <= HALF_PRECISION_TOLERANCE:
         return [], pair
     # At the end of a deep model, rounding in half precision may hide a leak. It cannot in the module where it begins.
-    for size, pair in changes:
-        if not probe.on_any_rank(size):
+    for size, pair in changes:  # the pair of the last search is returned
+        if not probe.on_any_rank(size):  # nothing has changed at all
             continue
         measurement.measure_repetition()
         rounding = measurement.rounding
         if pair.is_large:  # recording all modules for a long document would need too much memory
             leaks = find_leaks(probe, pair, rounding, positions_only=True)
-        else:  # with equal numbers of tokens all sums have the same order, so half the tolerance is enough
+        else:
+            # Packs with equal document lengths have all sums in the same order, so less can be rounding: half of it.
             leaks = find_origins(probe, pair, rounding / 2 if pair.has_equal_lengths else rounding)
         if probe.on_any_rank(leaks):
             break
@@ -413,9 +433,10 @@ def _find_leaking_modules(
 def _explain_by_rounding(measurement: ProbeMeasurement, gaps: list[Gap]) -> None:
     """Replace the largest gaps in the list by their minimum over several roundings, until one remains a defect.
 
-    A router or an indexer picks the largest of nearly equal scores. One rounding can change which of them it picks, and
-    the states then change as much as by a leak. But without a leak there are, for each token, roundings under which the
-    two runs agree, if equal scores are picked in the order of the document (`ties.py`).
+    A router picks the experts, and the indexer of sparse attention the keys, with the largest of nearly equal scores.
+    One rounding can change which of them it picks, and the states then change as much as by a leak. But without a leak
+    there are, for each token, roundings under which the two runs agree, if equal scores are picked in the order of the
+    document (`ties.py`).
     """
     for _ in gaps:  # at most once for each gap
         largest = max(range(len(gaps)), key=lambda i: gaps[i].size)

@@ -1,21 +1,24 @@
 """Test which law a training step breaks, from its gradients alone: for any training loop, with torch only.
 
-`check_isolation` tests a model. Half of the silent packing bugs that projects found in themselves lie behind the model,
-in labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that hold for every loop:
+`check_isolation` tests a model. Half of the silent packing bugs that projects found in themselves come after the
+forward of the model: in labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that hold for
+every loop:
 
     scale      a document alone is trained with the gradient of its own loss
-    shift      a label is predicted from the tokens before it, the nearest included
+    shift      a label is predicted from the tokens before it, and the last of these tokens has an effect
     isolation  neighbours whose labels are masked do not change the gradient of a document
-    content    such neighbours do not change it where only the given boundaries, not the tokens, say where documents end
+    content    masked neighbours do not change it either if the tokens of the documents are misleading: a loop that
+               guesses from tokens where documents end would guess wrong
     labels     the gradient of a pack is the sum of the gradients of its documents
     order      it is the same sum in any order of the documents
     grouping   it is the same sum if the documents are in several micro-batches, or on several ranks
     masked     a micro-batch without a trained token adds nothing to the sum
 
 The user's step and documents come into `check_step`, and a `StepReport` goes out. The module uses nothing else of this
-package but `gradients.py`. There the products of a gradient with a few random vectors stand for the gradient. Laws
-compare sums of *summed gradients* (the gradient of a step times its number of trained tokens). If two such sums are
-equal, so are the sums of their products, and no copy of the gradients is needed.
+package but `gradients.py`. There the products of a gradient with a few random vectors stand for the gradient, so no
+copy
+of it is needed: different gradients have equal products only by an unlikely chance. Laws compare sums of *summed
+gradients* (the gradient of a step times its number of trained tokens), and products can be summed in their place.
 
 Words: a *trained token* is one whose label is not -100. A *pack* is the list of documents in one micro-batch, and the
 *groups* of a step are its packs. A document *alone* is the only one of a step. A *gap* is a relative difference between
@@ -61,8 +64,8 @@ class StepReport:
 
     Attributes:
         laws (`tuple[Law, ...]`):
-            The tested laws, each with its `name`, `error` and `sentence`. They are in the order in which they name a
-            cause: the first broken law is the cause, and later ones may follow from it.
+            The tested laws, each with its `name`, `error` and `sentence`. If several are broken, the first one is the
+            cause, and later ones may follow from it.
         tolerance (`float`):
             The relative error up to which a law holds. It is ten times the measured change of gradients by rounding
             alone, or between two equal steps.
@@ -129,8 +132,8 @@ def check_step(
 
     Args:
         step (`Callable`):
-            Runs forward and backward of the micro-batches between two optimizer steps, given as a list, with all of
-            their weights. It must not zero the gradients at its end.
+            Runs forward and backward of the micro-batches between two optimizer steps, given as a list. It weighs their
+            losses as in training. It must not zero the gradients at its end.
         collate (`Callable`):
             Makes one micro-batch, a pack, of a list of documents.
         documents (`Sequence[dict[str, list[int]]]`):
@@ -225,10 +228,10 @@ class _StepProbe:
         return gap, "one document alone has the gradient of its own loss"
 
     def test_shift(self) -> Finding | None:
-        """Change the tokens around the last label of a document.
+        """Change the two last tokens of a document, of which only the last is a label.
 
-        The gap is infinite if the token before the label has no effect. None if the effect of the token of the label
-        itself cannot be seen.
+        The token before the label must have an effect. If it has none, the gap is infinite. The token of the label
+        itself, as an input, must have none. The result is None if that cannot be seen.
         """
         gap_by_last_input = self.effect_of_last_input()
         if not self.nearest_token_counts():
@@ -245,14 +248,15 @@ class _StepProbe:
     def test_content(self) -> Finding:
         """Compare documents whose content misleads about their boundaries, among masked neighbours, with them alone."""
         packs = _misleading_packs(self.documents)
-        first_and_last = (0, 2)  # of the three documents of each pack
+        # Of the three documents of each pack, one has neighbours behind it, and one before it. The middle one has both.
+        first_and_last = (0, 2)
         gaps = {kind: self.effect_of_neighbours(pack, first_and_last) for kind, pack in packs.items()}
         kind = max(gaps, key=gaps.__getitem__)
         return gaps[kind], f"nor where documents {kind}"  # goes on with the sentence of `test_isolation`
 
     def test_labels(self) -> Finding:
         """Compare one pack of all documents with the sum of the documents alone."""
-        # Nothing predicts the first token of a document, so its label must not count. Give it one that is not masked.
+        # Nothing predicts the first token of a document, so its label must not count. A second step has such labels.
         with_first_labels = [
             document | {"labels": [document["input_ids"][0], *document["labels"][1:]]} for document in self.documents
         ]
@@ -291,8 +295,8 @@ class _StepProbe:
         """Return how much the last token of a document, as an input, changes the gradient of its own label.
 
         A right step predicts the label from the tokens before it, so that this input changes nothing. The result is
-        None if the step takes the values of its targets from the inputs, or all tokens are equal: then an effect of the
-        input cannot be seen.
+        None if the step takes the values of its targets from the inputs, or all tokens of all documents are equal: then
+        an effect of the input cannot be seen.
         """
         document = self._longest_with_one_label()
         tokens = document["input_ids"]
@@ -391,6 +395,7 @@ class _StepProbe:
 
         If a group has fewer documents than there are ranks, its first document is repeated, so that each rank has one.
         """
+        # Ranks may get different numbers of documents of a group, as in training.
         padded_groups = [[*group, *([group[0]] * (self.num_ranks - len(group)))] for group in groups]
         documents = [document for group in padded_groups for document in group]
         num_trained = sum(map(_num_trained, documents))
@@ -408,8 +413,8 @@ class _StepProbe:
     def effect_of_neighbours(self, documents: list[Document], indices: Sequence[int]) -> float:
         """Return the largest gap between the gradient of a document in a pack, with all others masked, and alone.
 
-        A constant factor does not count: it is no leak, and breaks the law of labels. First labels are masked, too, so
-        that no label in the wrong place can look like a leak.
+        If the gradients differ only by a positive factor, there is no gap: a wrong factor is no leak, and the law of
+        labels finds it. First labels are masked, too, so that no label in the wrong place can look like a leak.
 
         Args:
             documents: the pack.
@@ -472,7 +477,7 @@ def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for module in model.modules():
-            if not any(module.children()):
+            if next(module.children(), None) is None:
                 hooks.enter_context(module.register_forward_hook(disturb))
         yield
 
@@ -525,6 +530,7 @@ def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
         "are cut in the middle": change_lists(lambda values: values[: max(2, len(values) // 2)]),
         # A document of two tokens stays whole
         "lack their first token": change_lists(lambda values: values[min(1, len(values) - 2) :]),
+        # Each document twice, one behind the other, as one document
         "have their first and last token inside": change_lists(lambda values: values * 2),
         "are equal": [longest[-1]] * 3,
         "begin alike": with_prefix,

@@ -22,8 +22,8 @@ class PackingLeakError(ValueError):
     >>> try:
     ...     IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").raise_if_leaking()
     ... except PackingLeakError as error:
-    ...     print(str(error).split(".")[0])
-    Documents in a pack changed others by 3
+    ...     print(str(error).partition(" (")[0])
+    Documents in a pack changed others by 3.0e-01
     """
 
 
@@ -45,8 +45,8 @@ class IsolationReport:
             Largest difference between a document in a pack and the same document alone.
         max_gradient (`float` or `None`):
             Largest gradient of one document's outputs with respect to another document's embeddings; `None` if it was
-            not tested. If ranks share packs, or documents share prefixes, also the largest relative difference between
-            the gradients of a document in a pack and alone, beyond rounding.
+            not tested. If ranks share packs, or documents share prefixes, the gradients of a document in a pack and
+            alone are compared as well, and a relative difference beyond rounding counts if it is larger.
         tolerance (`float`):
             Largest change that rounding explains, from the dtype and from repeated runs. It has a cap in half
             precision, see `rounding`.
@@ -59,17 +59,18 @@ class IsolationReport:
         error (`str` or `None`):
             The error that the model raised on a pack. Such a model cannot be packed.
         repaired (`list[Repair]`):
-            The repairs that were in place, and how the repaired modules run.
+            The repairs that were in place during the test. A repair says which modules run on each document separately,
+            and how.
         degree (`int`):
             Number of ranks that shared each pack.
         reads_ahead (`bool`):
-            Whether a token changes earlier states of its own document in unpacked TRL, too, so that the model sees
-            what it should predict.
+            Whether a token changes earlier states of its own document when this document runs alone. The model then
+            sees what it should predict.
         dtype (`str`):
-            The coarsest dtype among the outputs of modules: `"fp32"`, `"bf16"`, ... In half precision a change below
-            the tolerance is compared module by module.
+            The coarsest dtype among the outputs of modules: `"fp32"`, `"bf16"`, ... In half precision the tolerance is
+            large, so for changes below it the inputs and outputs of each module are compared, too.
         runs_unpacked (`bool`):
-            `False` if the model raises on a row without packing, too. `error` is then the error on that row.
+            `False` if the model also raises on a single document without packing. `error` is then that error.
         proved_on (`str` or `None`):
             The day on which an earlier start proved the same model; `None` if this start did.
         reach (`int`):
@@ -109,6 +110,7 @@ class IsolationReport:
         if self.error is not None:
             problem = "refuses a pack" if self.runs_unpacked else "raises without packing, too"
             return f"the model {problem}: {self.error}"
+        # No document changes beyond rounding, and no module is found, so only the gradients have shown the defect.
         if not self.isolated and self.max_gradient and self.max_change <= self.tolerance and not self.leaks:
             return f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         if not self.isolated:
@@ -116,6 +118,8 @@ class IsolationReport:
             return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.rounding}"
         if not self.equal:
             return f"documents are not what they are alone, by {self.max_difference:.1e}{self._note_on_causality}"
+        # The text is "changing one document changed no other (`change`) and ...; each equals itself alone to
+        # `difference`".
         if self.dtype in HALF_PRECISION_DTYPES:  # the tolerance at the end of a deep model says little
             change = f"by rounding, {100 * self.max_change:.2g} %; modules compared one by one"
             is_capped = self.tolerance == MAX_NOISE
@@ -138,7 +142,7 @@ class IsolationReport:
 
     @property
     def rounding(self) -> str:
-        """The tolerance in words. If it is at its cap, it was not measured."""
+        """The tolerance in words. `MAX_NOISE`, its largest value, stands for all larger measured values."""
         return f"more than the cap of {MAX_NOISE}" if self.tolerance == MAX_NOISE else f"{self.tolerance:.1e}"
 
     @property
@@ -156,7 +160,7 @@ class IsolationReport:
         if self.passed:
             return
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
-        if self.degree > 1:
+        if self.degree > 1:  # packs that ranks share are tested after packs on one rank have passed
             finding = f"the model raised: {self.error}"
             if self.error is None:
                 gap = max(self.max_change, self.max_difference)

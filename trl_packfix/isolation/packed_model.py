@@ -4,13 +4,17 @@ The trainer makes one `PackedModel` for its model (`training/loading.py`), and `
 custom training loop. Before the first step `PackedModel.prove` runs the leak probe (`check_isolation.py`). A model that
 passes trains on packs. One that fails is repaired (`search.py`), or unpacked (`unpacking.py`), and probed again.
 
-Words: a model is *proved* if the probe has found documents in packs isolated, and equal to themselves alone. It is
-*repaired* if some modules run on each document separately, and *unpacked* if its backbone gets the documents of a pack
-as rows of a padded batch. The *previous* attention is the one that the user gave the model, and that it has outside of
-packs. *Towers* are the parts of a model that read no text, but images, for example. The *degree* is the number of
-ranks that share a pack. A *feature* changes packs, such as shared prefixes (`feature.py`). Its `plain` is the feature
-that all packs of the run have, such as images, or `PLAIN` without such a feature; these packs are proved first. A
-model is *wrapped* by PEFT, DDP or an engine.
+Words:
+
+    proved     the probe has found documents in packs isolated, and equal to themselves alone
+    repaired   some modules of the model run on each document separately
+    unpacked   the backbone of the model gets the documents of a pack as rows of a padded batch
+    previous   the attention that the user gave the model, and that it has outside of packs
+    towers     parts of a model that read no text, but images, for example
+    feature    a change of packs, such as shared prefixes (`feature.py`)
+    plain      packs without shared prefixes, which are proved first. `Feature.plain` makes their probe, with images if
+               the rows of the run have images
+    wrapped    inside of PEFT, DDP or an engine (DeepSpeed, FSDP)
 """
 
 import warnings
@@ -105,14 +109,14 @@ class PackedModel:
         self.has_packed_attention = False
         run_hooks_inside_adapters(model)  # with peft 0.20 the hooks on the model would not run
         self._head_hook: RemovableHandle | None = None  # keeps the LM head of a sharded model whole
-        # By name of an attention: why it is not used. None: packs leaked without it, too, so it is used again
-        self._refusals: dict[str, str | None] = {}
+        # By name of an attention: why it is not used
+        self._refusals: dict[str, str] = {}
         self._forget_proofs()
         self._choose_attention()
 
     def _choose_attention(self) -> None:
         """Choose the attention of packs by the refusals so far, and forget the last report, repairs and unpacking."""
-        # 1. Choose the attention of the part that reads text. The attention of towers has refusals of its own.
+        # 1. Choose the attention of the part that reads text. `_refusals` may also have the attention of towers.
         tower_attention = self._towers.attention_name
         choose = partial(
             choose_attention,
@@ -120,29 +124,30 @@ class PackedModel:
             self.enforce_flash_attention,
             self.dtype,
             device_type=self.device_type,
-            refusals={name: reason for name, reason in self._refusals.items() if reason and name != tower_attention},
+            refusals={name: reason for name, reason in self._refusals.items() if name != tower_attention},
         )
         needs_varlen = self._needs_varlen
         # Only `packfix_varlen` serves shared rows. If flash attention can be used, and `packfix_varlen` is no flash
-        # attention here, the run gives up shared rows, because flash attention saves more time.
+        # attention here, the run gives up shared rows, because flash attention saves more time. With another attention,
+        # `prove_feature` then finds that packs cannot have the feature.
         if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if choose().is_flash and not choose(needs_varlen=needs_varlen).is_flash:
                     needs_varlen = None
         self.attention = choose(needs_varlen=needs_varlen)
-        # 2. Add to its reason what the report says about towers.
-        # The reason is used for the towers that keep their own attention.
-        why_no_towers = self._refusals.get(tower_attention)
-        if not why_no_towers:
-            why_no_towers = (
+        # 2. Add to its reason what the report says about towers. Some may keep their own attention, for this reason:
+        why_own_attention = self._refusals.get(tower_attention)
+        if why_own_attention is None:
+            why_own_attention = (
                 "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
             )
-        note = self._towers.note(base_model(self.model), self._takes_towers, why_no_towers)
+        note = self._towers.note(base_model(self.model), self._takes_towers, why_own_attention)
         self.attention = replace(self.attention, reason=self.attention.reason + note)
         # 3. Begin anew, without a report, repairs or unpacking.
         self.isolation: IsolationReport | None = None
-        # Modules that get packs although the model gets padded rows, because a hook replaces their input
+        # A hook of the user may give packs to a module inside a model that gets padded batches, as `pack_forward` does.
+        # The guard must then know the boundaries at this module.
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
         self._search: RepairSearch | None = None
@@ -157,7 +162,7 @@ class PackedModel:
     def _takes_towers(self) -> bool:
         """Whether towers get the attention of this package in packs, as far as they can run on it."""
         name = self._towers.attention_name
-        return bool(name) and self.enforce_flash_attention and not self._refusals.get(name)
+        return bool(name) and self.enforce_flash_attention and name not in self._refusals
 
     @property
     def is_proved(self) -> bool:
@@ -195,11 +200,12 @@ class PackedModel:
         self.isolation = report
         if self.attention is not attention_before:
             self._forget_proofs()
-        is_repairable = report.runs_unpacked and not self.is_unpacked  # the model runs on a document without packing
-        if report.passed or not is_repairable:
+        # If the model also raises on a single document without packing, packs are not the cause.
+        if report.passed or self.is_unpacked or not report.runs_unpacked:
             return report
         if self.on_leak == "repair" and self._search is None:
             self._repair_leaks(wrapped)
+        # With "unpack" no repair was tried, and with "repair" it may have failed.
         if self.on_leak != "raise" and not self.is_proved:
             return self.unpack(wrapped, reason=report.summary())
         return self.isolation
@@ -232,14 +238,15 @@ class PackedModel:
         return self.isolation
 
     def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe packs. If a kernel refuses the model or computes it wrongly, do without that kernel.
+        """Probe packs. If a kernel refuses the model or computes it wrongly, choose attention again without that
+        kernel.
 
         Returns:
-            The report with the attention that remains.
+            The report with the attention that was chosen in the end, `self.attention`.
         """
         report = self._probe_usable_kernels(wrapped)
-        # Do without a flash kernel, and without the attention of towers, on trial. If the model passes then, the kernel
-        # is at fault.
+        # If packs leak, a kernel may be at fault: a flash kernel, or the attention of towers. For each of them, probe
+        # once more without it. If the model passes then, the kernel was at fault.
         suspects = []
         name = self.attention.name
         if "flash" in name and name != self.attention.previous:
@@ -253,7 +260,7 @@ class PackedModel:
             report_without = self._probe_usable_kernels(wrapped)
             if report_without.passed:
                 return report_without
-            self._refuse_kernel(kernel, None)  # the defect is elsewhere, so the kernel may be used
+            self._refuse_kernel(kernel, None)  # packs leak without it, too, so it may be used again
         return report
 
     def _probe_usable_kernels(self, wrapped: nn.Module) -> IsolationReport:
@@ -261,7 +268,8 @@ class PackedModel:
         while True:
             try:
                 return self._report_probe(wrapped)
-            except KernelError as error:  # equal on all ranks: it depends on the model, the dtype and the device
+            # All ranks raise the same error, because it depends on the model, the dtype and the device.
+            except KernelError as error:
                 if error.kernel is None:  # the attention of the part that reads text
                     self._replace_kernel(error)
                 else:  # the attention of a tower
@@ -270,7 +278,10 @@ class PackedModel:
     def _refuse_kernel(self, kernel: str, reason: str | None) -> None:
         """Exclude an attention for a reason, or allow it again if `reason` is None. Then set the model up again."""
         self.restore_own_attention()
-        self._refusals[kernel] = reason
+        if reason is None:
+            del self._refusals[kernel]
+        else:
+            self._refusals[kernel] = reason
         self._choose_attention()
         self.attach_packed_attention()
 
@@ -282,8 +293,8 @@ class PackedModel:
         """
         name = self.attention.name
         reason = " ".join(str(error).split())
-        # An `OwnAttentionError` says that the masks of this model hold more than boundaries, for its cause. Then no
-        # kernel without a mask can compute it, and the model keeps its own attention.
+        # With an `OwnAttentionError` the model passes more to its attention than `packfix_varlen` supports. It then
+        # keeps its own attention. With other errors another kernel may help, unless this was the last one.
         cause = error.cause if isinstance(error, OwnAttentionError) else None
         is_last_kernel = name == ATTENTION_NAME and cause is None
         if not self.enforce_flash_attention or is_last_kernel:
@@ -343,7 +354,9 @@ class PackedModel:
         """
         assert self.feature.is_on, "packs have no feature, so a proof would say nothing of one"
         reason = self._reason_against_sharing()
-        rates = dropped_weights(text_config(base_model(self.model)))  # the probe runs without dropout
+        # Attention that looks up shared keys cannot drop weights. The probe, which runs without dropout, would not
+        # fail.
+        rates = dropped_weights(text_config(base_model(self.model)))
         if reason is None and rates:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
@@ -400,7 +413,7 @@ class PackedModel:
                 hook_names,
             )
             report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
-        agree_on_ranks((report.isolated, report.equal))
+        agree_on_ranks((report.isolated, report.equal))  # raises if they differ
         return replace(report, repaired=self.repaired)
 
     def _repair_leaks(self, wrapped: nn.Module) -> None:
@@ -420,7 +433,7 @@ class PackedModel:
             try:
                 with probe.undisturbed():  # without dropout and the user's hooks; restores buffers and random state
                     report = self._as_test(search.search_repairs)()
-            except OwnAttentionError:
+            except OwnAttentionError:  # the packfix_varlen of this round cannot be repaired; try the model's own
                 search.give_up()
                 continue
             # The search has tested documents of text only. If the probe has examples of other kinds, test them now.
@@ -437,6 +450,8 @@ class PackedModel:
                         )
                 return
             search.give_up()
+        # The model is left with the attention of the last round, without repairs. `prove` reports it, or unpacks the
+        # model.
         self._search = None
 
     @property

@@ -1,11 +1,12 @@
 """Compute states and gradients of a model while it is probed, as it trains or as it was given, without randomness.
 
-`ProbedModel` wraps the model of a trainer for the tests of this wing and for the comparison before the first step
+`ProbedModel` wraps the model of a trainer for the tests in this folder and for the comparison before the first step
 (`training/first_step.py`). A batch comes in, and last hidden states or gradients come out. Contexts switch off what
 would disturb a test, or set the model up as the user gave it. `Probe` (`probe.py`) adds the packs that are tested.
 
-Words: *degree* is the number of ranks that share each pack (sequence parallelism). These ranks are a *group*, and the
-rows of the pack that one of them holds are its *part*. A row runs *unpacked* as TRL without packing would train it. An
+Words: a document runs *unpacked* if it runs as in training by TRL without packing. The *degree* is the number of ranks
+that share each pack (sequence parallelism). These ranks are a *group*, and the tokens of the pack that one of them
+holds are its *part*. A *row* is the place of one token in hidden states or gradients of a pack, (T, hidden). An
 *engine* is DDP, DeepSpeed or FSDP. *Rounding* is measured by running the same batch again with noise of half an ulp.
 """
 
@@ -35,7 +36,9 @@ from .randomness import device_state, set_device_state
 from .user_hooks import gradient_hooks_aside
 
 T = TypeVar("T")
-# Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
+# Texts of errors where `autograd.grad` is not supported: with reentrant checkpointing, for a model that detaches its
+# states, and for a model that recomputes layers by itself ("One of the differentiated Tensors appears to not have been
+# used in the graph")
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores, in fp32, that `eager` may hold for a document alone
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
@@ -61,12 +64,15 @@ def model_errors_converted() -> Iterator[None]:
     except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
         if isinstance(error, KernelError) or is_device_error(error):
             raise
-        raise_refusal(error)
+        raise_refusal(error)  # raises `KernelError` if a kernel has refused the input, and else returns
         raise CannotRun(str(error)) from error
 
 
 class LocalRank(Group):
-    """One rank that holds whole packs: the group of a run without sequence parallelism."""
+    """One rank that holds whole packs: the group of a run without sequence parallelism.
+
+    `SequenceGroup` overrides the methods for several ranks, so the docstrings describe both.
+    """
 
     def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the states of all rows of a pack, (1, T, hidden).
@@ -85,7 +91,10 @@ class LocalRank(Group):
         return gradient
 
     def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return lists of sets of rows to differentiate. Each list gets a forward, and each of its sets a backward."""
+        """Divide sets of rows, whose states are differentiated, among forwards: a list of sets for each forward.
+
+        Each set gets a backward.
+        """
         return [row_sets]
 
     def gradient_limit(self, rounding: float) -> float | None:
@@ -136,8 +145,9 @@ class SequenceGroup(LocalRank):
         return [[rows] for rows in row_sets]  # each forward has one backward, as in training
 
     def gradient_limit(self, rounding: float) -> float | None:
-        # In half precision a rounding may choose other experts, so only a gradient that is lost can be found.
         limit = GRADIENT_ROUNDING_FACTOR * rounding
+        # With a large limit, in half precision, a rounding may choose other experts. Then only lost gradients are
+        # found.
         return limit if limit < LARGEST_GRADIENT_LIMIT else inf
 
 
@@ -174,8 +184,9 @@ class ProbedModel:
         self.inner = base_model(wrappers[-1])
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
-        self.attention = self.config._attn_implementation or "its own"
-        # Flash attention is no reference for other attention: some kernels ignore sinks or windows without an error.
+        self.attention = self.config._attn_implementation or "its own"  # "its own" is for messages
+        # Documents alone are the reference. They do not run on flash attention if packs run on another one, because
+        # some flash kernels ignore sinks or windows without an error.
         if user_attention is None or "flash" in user_attention:
             user_attention = own_attention(self.inner)
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
@@ -185,11 +196,11 @@ class ProbedModel:
     def states(self, batch: dict[str, Any], *, from_backbone: bool = False, model: Any = None) -> Tensor:
         """Return the last hidden states of a batch, (B, T, hidden).
 
-        They are the input of the LM head. All logits are T x V numbers, so if the model can compute the logits of one
-        token only, it does, and the output of the backbone is returned.
+        They are the input of the LM head. All logits, T x V numbers, would need much memory. So a model that has an
+        argument for it computes the logits of one token only, and the states are the output of the backbone.
 
         Args:
-            from_backbone: return the output of the backbone also for a model that computes all logits.
+            from_backbone: take the states from the backbone also if the model computes all logits.
             model: the wrapper whose forward runs; None runs the whole wrapped model.
         """
         # 1. Hook the module that has the states as its output, or as its input.
@@ -201,7 +212,8 @@ class ProbedModel:
         # The head of a reward model is not an output embedding, so `head` is None there.
         if head is None or (backbones and (from_backbone or selects_logits)):
             if selects_logits:
-                # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
+                # The index of one token. A number of tokens would make layers that share keys (Gemma 4) compute the
+                # states of the last tokens only.
                 batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)}
             for backbone in backbones or [self.inner]:
                 hooks.enter_context(backbone.register_forward_hook(lambda module, args, out: caught.append(out[0])))
@@ -224,7 +236,9 @@ class ProbedModel:
                 "original's weights. Run `del model.forward` on the copy (with PEFT, on the model inside) before "
                 "passing it to a trainer."
             )
-        states = caught[-1]  # a repaired module may call a decoder more than once; the outermost call ends last
+        # A decoder may have been called several times: for each batch of documents, if it is repaired (`repair.py`).
+        # The call that returns the states of the pack ends last.
+        states = caught[-1]
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
     def move_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +260,7 @@ class ProbedModel:
         num_bytes = 4 * num_heads * length**2
         if name == "eager" and num_bytes > LARGEST_SCORES:
             name = "sdpa" if self.inner._supports_sdpa else current
-        with tower_support().own_attention_restored(self.inner):
+        with tower_support().own_attention_restored(self.inner):  # the same for vision towers
             if name == current:
                 yield
                 return
@@ -285,10 +299,10 @@ class ProbedModel:
     def undisturbed(self) -> Iterator[None]:
         """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
 
-        The user's hooks on gradients do not run, and documents of any two lengths share a padded batch. On exit
-        buffers, random state and modes are restored. Under FSDP2 all parameters are sharded again, which the root
-        module otherwise does only after a backward pass. Under ZeRO-3 the parameters of modules into which no gradient
-        flows are partitioned again.
+        The user's hooks on gradients do not run. Repaired modules run all documents in one padded batch, because in
+        training any two of them may share one (`all_in_one_batch`). On exit buffers, random state and modes are
+        restored. Under FSDP2 all parameters are sharded again, which the root module otherwise does only after a
+        backward pass. Under ZeRO-3 the parameters of modules into which no gradient flows are partitioned again.
         """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
@@ -314,6 +328,7 @@ class ProbedModel:
                     module.training = training
                     if isinstance(module, FSDPModule):
                         module.reshard()
+                # Of the DeepSpeed engine. Only a backward leaves parameters gathered.
                 empty_cache = getattr(self.model, "empty_partition_cache", None)
                 if self.takes_gradient and empty_cache is not None:
                     empty_cache()
@@ -358,7 +373,8 @@ class ProbedModel:
         Args:
             batch: the part of the pack that this rank of the group has.
             row_sets: sets of row indices in the whole pack.
-            group: the ranks that share the pack.
+            group: the ranks that share the pack: `self.group` for a pack, and by default this rank by itself, for a
+                document alone.
 
         Returns:
             One gradient per set, or None if the model does not support such gradients.
@@ -371,9 +387,11 @@ class ProbedModel:
                 # The model inside DDP runs, because DDP would wait for the gradients of parameters.
                 states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
                 for rows in sets_of_forward:
+                    # A document has the same weights in a pack and alone: they depend on its length only.
                     generator = torch.Generator().manual_seed(len(rows))
                     row_weights = torch.randn((len(rows), states.shape[1]), generator=generator)
-                    weights_by_rank = states.new_zeros(group.size, *states.shape)  # zero for states outside of `rows`
+                    # The weights of all states of the pack, (ranks, tokens of a part, hidden); 0 outside of `rows`
+                    weights_by_rank = states.new_zeros(group.size, *states.shape)
                     weights_by_rank.flatten(0, 1)[rows] = row_weights.to(states)
                     loss = (states * weights_by_rank[group.rank]).sum()
                     gradient = gradient_of(loss, embedded[0], retain_graph=rows is not sets_of_forward[-1])
@@ -392,8 +410,9 @@ class ProbedModel:
 
         Args:
             draw: number of the random rounding; the same number gives the same noise.
-            by_channel: move all numbers of one channel alike, in the output and in its gradient. Tokens that are nearly
-                equal round alike, so the gradient of a bias, which is a sum over tokens, moves by more than by chance.
+            by_channel: change all numbers of one channel alike, in the output and in its gradient. Real roundings are
+                alike for tokens that are nearly equal. They then add up in the gradient of a bias, a sum over tokens,
+                and noise that is drawn for each token would cancel there.
         """
         # One generator per device: with numbers that are drawn on the host an 8B model would need 20 seconds.
         generators: dict[torch.device, torch.Generator] = {}
@@ -414,8 +433,8 @@ class ProbedModel:
                 noisy.register_hook(add_noise)
             return noisy
 
-        def add_noise_to_output(seed: int, module: nn.Module, *call: Any) -> object:
-            output = call[-1]
+        def add_noise_to_output(seed: int, module: nn.Module, *args_and_output: Any) -> object:
+            output = args_and_output[-1]
             if type(output) is tuple:
                 return tuple(add_noise(value, seed) for value in output)
             return add_noise(output, seed)
@@ -477,7 +496,7 @@ def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Te
             return None
         raise_refusal(error)
         raise
-    except AssertionError:  # reformer: no gradients while a layer that draws is in eval mode
+    except AssertionError:  # reformer asserts in backward that its layers, which draw random numbers, are in train mode
         return None
 
 

@@ -1,14 +1,20 @@
 """Repair a module that leaks: hooks run it on each document of a pack separately, in padded batches or one by one.
 
-Everything around the module stays packed. The hooks divide the module's arguments into batches of documents, run the
-module on each batch, and join the outputs. `axes.py` has learned which axes of arguments and outputs index tokens.
-`search.py` chooses the modules and a `RepairMode` for them, and the leak probe then tests whether the repair worked.
+A module *leaks* if it lets a document of a pack change another one. Everything around the module stays packed. The
+hooks divide the module's arguments into batches of documents, run the module on each batch, and join the outputs.
+`axes.py` has learned which axes of arguments and outputs index tokens. `search.py` chooses the modules and a
+`RepairMode` for them, and the leak probe then tests whether the repair worked.
 
-Words: a *batch of documents* is one call of a repaired module, on documents of similar length as padded rows, or on one
-document. If parameters are sharded (ZeRO-3, FSDP), all documents are in one batch, so that all ranks make the same
-calls. A *place* names a value among the arguments or outputs of a call (`arguments.py`). The *running pack* is the
-packed forward of the whole model inside which a module is called (`attention/packed_forward.py`); it knows where the
-documents begin. `DocumentRows` has the batches of one pack, and converts tensors of the pack to tensors of a batch
+Words:
+
+    batch         one call of a repaired module, on documents of similar length as padded rows, or on one document. If
+                  parameters are sharded (ZeRO-3, FSDP), all documents are in one batch, so that all ranks make the same
+                  calls
+    place         a name of a value among the arguments or outputs of a call (`arguments.py`)
+    running pack  the packed forward of the whole model inside which a module is called
+                  (`attention/packed_forward.py`); it knows where the documents begin
+
+`DocumentRows` (`attention/rows.py`) has the batches of one pack, and converts tensors of the pack to tensors of a batch
 (`split`) and back (`join`), by the `TensorAxes` of the tensor: the axes that index tokens, and the axis of rows.
 """
 
@@ -46,13 +52,16 @@ class RepairMode:
     """How a repaired module runs on documents."""
 
     as_rows: bool  # True: as rows of padded batches; False: one document after the other
-    gets_positions: bool  # True: with the pack's `position_ids`; False: without any, so that the module makes its own
+    # True: with the pack's `position_ids`. False: without any, so that the module makes its own, as for a document
+    # alone
+    gets_positions: bool
 
     def __str__(self) -> str:
         text = "as rows of a padded batch" if self.as_rows else "one after the other"
         return text if self.gets_positions else text + ", with its own positions"
 
 
+# The modes in the order in which the search tries them
 REPAIR_MODES = (RepairMode(True, True), RepairMode(True, False), RepairMode(False, True), RepairMode(False, False))
 
 
@@ -114,14 +123,14 @@ class AroundCalls(ModelHooks):
 
     def _register(self) -> list[RemovableHandle]:
         before = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in self._modules]
-        # The hook runs also after a forward that raises, whose documents must not remain for the next forward.
+        # The hook runs also after a call that raises, so that no generator of it remains in `_running`.
         return before + [module.register_forward_hook(self._after, always_call=True) for module in self._modules]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         """Run `_around` to its first yield, as a hook before a call, and return the changed arguments."""
         call = self._around(module, args, kwargs)
-        inputs = next(call, None)
+        inputs = next(call, None)  # None if `_around` has returned without a yield: the call stays as it is
         self._running.append(None if inputs is None else call)
         return inputs
 
@@ -131,7 +140,7 @@ class AroundCalls(ModelHooks):
         call = self._running.pop() if self._running else None
         if call is None:
             return output
-        if output is None:  # the call has raised
+        if output is None:  # the call has raised, or it has no output to change
             call.close()
             return None
         return call.send(output)
@@ -163,17 +172,18 @@ class RepairedModule(AroundCalls):
         pack = _running_pack(module)
         if pack is None:
             return
-        # 1. Divide the documents into batches.
-        # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
+        # 1. Divide the documents into batches. FSDP2 gathers the parameters of a module during its calls, so it may
+        #    look unsharded here. If it was sharded before, it is sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
-        budget: float = 0  # most padded tokens of a batch; with 0 each document is a batch of its own
-        if self.mode.as_rows:
+        budget: float = 0  # most tokens of a batch, padding included; with 0 each document is a batch of its own
+        if self.mode.as_rows:  # a batch with no more tokens than the pack takes no more memory
             budget = inf if self._is_sharded else pack.num_tokens
         # `batches` divides the documents: a batch is padded, with one document in each row. Its entry in `forwards`
         # describes these rows, with their padding, as the documents of a packed forward.
         batches, forwards = pack.repaired_batches(budget)
         # 2. Run the first batch as the call that is under way, and all others in addition.
         inputs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=0)
+        # transformers records in a list what each router of experts returns, in the order of their calls.
         num_logits_before = len(recorded_router_logits())  # of routers that ran before this module
         with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
@@ -182,14 +192,14 @@ class RepairedModule(AroundCalls):
         for index, forward in enumerate(forwards[1:], start=1):
             with packed_forward_entered(forward):
                 batch_args, batch_kwargs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=index)
-                outputs.append(module.forward(*batch_args, **batch_kwargs))
+                outputs.append(module.forward(*batch_args, **batch_kwargs))  # not `module(...)`: hooks run once
         # 3. Join the logits that routers recorded: for each router the logits of all batches become those of the pack.
         if num_routers:
             batch_logits = recorded_router_logits()[num_logits_before:]  # of all routers for batch 0, then for batch 1
             logits_by_router = [batch_logits[i::num_routers] for i in range(num_routers)]
-            # A checkpoint fails if the recomputed call saves other tensors for backward than the first call. When it
-            # recomputes, no logits are recorded, so none are joined. These hooks keep the tensors of the join out of
-            # what the checkpoint saves in the first call.
+            # When a checkpoint recomputes this call, no logits are recorded and none are joined. The checkpoint counts
+            # the tensors that both calls save for backward, and fails if the numbers differ. Inside of these hooks it
+            # does not count them.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 joined_logits = [batches.join(logits, LOGIT_AXES) for logits in logits_by_router]
                 replace_router_logits(num_logits_before, joined_logits)
@@ -232,7 +242,7 @@ class RepairedModule(AroundCalls):
                         'probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
                     )
                 value = value if axes is None else batch.split(value, axes)
-            elif place in self.axes.numbers:  # a number of tokens
+            elif place in self.axes.numbers:  # the number of tokens of a row, here with padding
                 value = batch.longest
             values.append(value)
         return tree_unflatten(values, tree)
@@ -248,10 +258,12 @@ class RepairedModule(AroundCalls):
             return values[0]
         axes = self.axes.outputs.get(place)
         # `widening`: places of tensors with a further axis whose size depends on the row length, such as top-k indices.
+        # Neither these nor masks, with two token axes, can be joined to one tensor.
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
             return batches.join(tensors, axes)
         # Integers are indices, which count the tokens of a row. They stay apart for each batch, in an object that is no
-        # tensor. Floats must not: they may have a gradient, and a reentrant checkpoint sees gradients of tensors only.
+        # tensor. That is impossible for floats, which may have a gradient: a reentrant checkpoint handles gradients of
+        # tensors only.
         if axes is not None and not tensors[0].is_floating_point():
             return ValueOfBatches(batches, tensors)
         # Final states of rows and attention weights have no form in a pack. None makes their use raise an error.
@@ -292,7 +304,8 @@ class RestartedPositions(ModelHooks):
         for place, value in leaves:
             if place == self.shifted.place:
                 boundaries = pack.cu_seq_lens_q
-                # For each token the first token of its document. Without `output_size` the host would wait for the sum.
+                # For each token the first token of its document. Without `output_size` the host would wait for the GPU,
+                # to read the sum of the lengths.
                 first_tokens = torch.repeat_interleave(
                     boundaries[:-1], boundaries.diff(), output_size=value.shape[axis]
                 )
@@ -309,8 +322,9 @@ def _running_pack(module: nn.Module) -> PackedForward | None:
     Raises:
         ValueError: the module is recomputed in a backward that has lost the boundaries of its forward.
     """
-    # `running_forward` also returns the forward inside a repaired module, for which `running_pack` returns None.
-    if running_forward() is None and module.training and in_backward():
+    # Inside a repaired module `running_pack` returns None, too, but there `running_forward` does not.
+    has_lost_boundaries = running_forward() is None and module.training and in_backward()
+    if has_lost_boundaries:
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "
             "its forward: the checkpointing is not transformers' own. Switch it off, and set "

@@ -7,12 +7,13 @@ of running a module helps, its parent is repaired instead, up to the backbone. T
 types.
 
 Words: a module is *repaired* by hooks that run it on each document of a pack, instead of on the pack (`repair.py`). A
-`RepairMode` is one of the ways to do that. A *site* is all modules of one class, which are repaired in the same mode.
+`RepairMode` is one of the ways to do that. All modules of one class are repaired in the same mode (`_RepairedClass`).
 The *guard* is the hooks that make the boundaries of packs known inside the model (`attention/forwards.py`). If its
 `ignores_masks` is set, attention reads the boundaries only, and no mask that the model makes itself.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -31,19 +32,19 @@ MAX_ROUNDS = 40  # far more than any model needed; each round costs a probe
 
 
 @dataclass
-class _RepairSite:
+class _RepairedClass:
     """All modules of one class, which are repaired in the same mode."""
 
     names: list[str]  # paths of the modules in the model
     modes: Iterator[RepairMode]  # the modes that have not been tried
     mode: RepairMode | None = None  # the current mode
-    repaired: list[RepairedModule] = field(default_factory=list)  # the hooks of the current mode
+    hooks: list[RepairedModule] = field(default_factory=list)  # the hooks of the current mode
 
     def remove(self) -> None:
         """Remove the repairs from the modules."""
-        for module in self.repaired:
-            module.remove()
-        self.repaired = []
+        for module_hooks in self.hooks:
+            module_hooks.remove()
+        self.hooks = []
 
 
 class RepairSearch:
@@ -52,6 +53,7 @@ class RepairSearch:
     Its methods are called inside `probe.undisturbed()`: without dropout and hooks of the user on gradients.
 
     Args:
+        probe: runs the model. `probe.inner` is the transformers model inside all wrappers.
         max_length: the longest document of the run, in tokens; None tests every threshold of the model.
     """
 
@@ -59,7 +61,7 @@ class RepairSearch:
         self.probe = probe
         self.guard = guard
         self.max_length = max_length
-        self._sites: dict[type[nn.Module], _RepairSite] = {}
+        self._repaired_classes: dict[type[nn.Module], _RepairedClass] = {}
         self._restarted: list[RestartedPositions] = []
         self._modules = dict(probe.inner.named_modules())
 
@@ -67,7 +69,7 @@ class RepairSearch:
         """Repair modules until documents are isolated and equal to themselves alone, or all options have been tried.
 
         Returns:
-            The report of the last probe, which says whether the repairs have helped.
+            The report of the last probe. It has not passed if no repairs have helped.
         """
         for _ in range(MAX_ROUNDS):
             # First, probe the model with its current repairs.
@@ -82,12 +84,15 @@ class RepairSearch:
             agree_on_ranks(verdict)
             if verdict == "isolated":
                 return report
-            if verdict == "leaked" and not self._restarted and self._restart_positions():
-                continue
+            if verdict == "leaked" and not self._restarted:
+                self._restart_positions()
+                if self._restarted:
+                    continue
             # Then find the module to repair.
-            if pair is not None:
-                # The report may name the modules already. If not, look for modules whose states differ by more than
-                # rounding. If only the gradient shows the leak, all states differ by less, so any difference counts.
+            if pair is not None:  # "leaked"
+                # The report names the modules if they were found in the probe. If not, look for modules whose states
+                # differ by more than rounding. If only the gradient shows the leak, the states of the whole model
+                # differ by less than rounding. Then look for modules whose states differ at all.
                 states_differ = max(report.max_change, report.max_difference) > report.tolerance
                 leaks = report.leaks or find_leaks(self.probe, pair, report.tolerance if states_differ else 0.0)
                 name = leaks[0].name if leaks else None
@@ -95,10 +100,12 @@ class RepairSearch:
                 # The probe raised because of a mask that says no more than the boundaries. Ignore such masks
                 self.guard.ignores_masks = True
                 continue
-            else:  # the probe raised for another reason
+            else:  # "raised", for another reason
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
-            if name is None and self._sites:  # no forward shows the module: try the last repair in another mode
-                name = list(self._sites.values())[-1].names[0]
+            if name is None and self._repaired_classes:
+                # No forward shows a module. `_repair_module` tries the next mode for a class that is repaired already,
+                # so give it a module of the last one.
+                name = list(self._repaired_classes.values())[-1].names[0]
             agree_on_ranks(name)
             # Finally, repair it, and probe again.
             if name is None or not self._repair_module(self._module_to_repair(name)):
@@ -109,56 +116,55 @@ class RepairSearch:
         """Remove all repairs from the model."""
         for hooks in self.hooks:
             hooks.remove()
-        self._sites.clear()
+        self._repaired_classes.clear()
         self._restarted.clear()
         self.guard.ignores_masks = False
 
     @property
     def hooks(self) -> list[ModelHooks]:
         """The hooks of all current repairs, in the order of installation."""
-        return [*self._restarted, *(module for site in self._sites.values() for module in site.repaired)]
+        repaired_modules = [hooks for repaired in self._repaired_classes.values() for hooks in repaired.hooks]
+        return [*self._restarted, *repaired_modules]
 
     @property
     def repairs(self) -> list[Repair]:
         """All current repairs, one for each class of modules and each way in which they run."""
-        restarted_names: dict[tuple[str, str], list[str]] = {}  # names of modules, by their class and their repair
+        # The names of modules, by the name of their class and by how they run, in words
+        restarted_names: dict[tuple[str, str], list[str]] = {}
         for restarted in self._restarted:
             key = (type(restarted.module).__name__, str(restarted))
             restarted_names.setdefault(key, []).append(restarted.shifted.name)
-        repairs = [
-            Repair(class_name, names[0], len(names), repair) for (class_name, repair), names in restarted_names.items()
+        names_by_repair = [
+            *restarted_names.items(),
+            *(((kind.__name__, str(site.mode)), site.names) for kind, site in self._repaired_classes.items()),
         ]
-        for module_class, site in self._sites.items():
-            repairs.append(Repair(module_class.__name__, site.names[0], len(site.names), str(site.mode)))
-        return repairs
+        return [Repair(class_name, names[0], len(names), way) for (class_name, way), names in names_by_repair]
 
     def _masks_are_boundaries(self) -> bool:
         """Return whether the model raises on a pack because of a mask that may only hide keys, as boundaries do."""
         try:  # with gradients: a mask that needs a gradient is learned, so it does more than hide keys
             self.probe.forward_packed([self.probe.tokens(n) for n in DOCUMENT_LENGTHS], gradient=True)
         except CannotRun as error:
+            # `may_only_hide`: the mask has at most two values, and needs no gradient.
             return isinstance(error.__cause__, OwnMaskError) and error.__cause__.may_only_hide
         return False
 
-    def _restart_positions(self) -> bool:
-        """Restart positions in each document at modules that get shifted positions, and return whether any does."""
-        try:
-            shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
-        except CannotRun:
-            return False
-        # `positions.name` is the path of the module that gets the positions
-        self._restarted += [RestartedPositions(self._modules[positions.name], positions) for positions in shifted]
-        for restarted in self._restarted:
-            restarted.install()
-        return bool(self._restarted)
+    def _restart_positions(self) -> None:
+        """Restart positions in each document at modules that get shifted positions, if there are any."""
+        with suppress(CannotRun):
+            for positions in find_shifted(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS]):
+                # `positions.name` is the path of the module that gets the positions
+                restarted = RestartedPositions(self._modules[positions.name], positions)
+                restarted.install()
+                self._restarted.append(restarted)
 
     def _module_to_repair(self, name: str) -> str:
         """Return the name of the module to repair, so that module `name` leaks no more.
 
-        It is the outermost repaired module that contains module `name`, which needs another mode. If there is none, it
-        is module `name` itself, or its nearest parent whose class torch does not define.
+        If repaired modules contain module `name`, it is the outermost of them: its mode has not helped, and it needs
+        another one. Otherwise it is module `name` itself, or its nearest parent whose class torch does not define.
         """
-        repaired_names = [repaired_name for site in self._sites.values() for repaired_name in site.names]
+        repaired_names = [path for repaired in self._repaired_classes.values() for path in repaired.names]
         outer_names = [outer for outer in repaired_names if name == outer or name.startswith(outer + ".")]
         if outer_names:
             return min(outer_names, key=len)
@@ -176,29 +182,34 @@ class RepairSearch:
             Whether a module was repaired; False if all modes of all parents have been tried, too.
         """
         while name:
+            # 1. The class of the module, which may be repaired already
             module_class = type(self._modules[name])
-            if module_class not in self._sites:
+            if module_class not in self._repaired_classes:
                 names = [path for path, module in self._modules.items() if type(module) is module_class]
-                # The new repairs replace the repairs of modules inside these modules.
-                for inner_class, site in list(self._sites.items()):
-                    if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
-                        self._sites.pop(inner_class).remove()
-                self._sites[module_class] = _RepairSite(names, iter(REPAIR_MODES))
-            if self._install_next_mode(self._sites[module_class]):
+                # A module with repaired modules inside is repaired as a whole. If one module of a class is inside, all
+                # modules of this class lose their repair; a later round repairs those outside again if they leak.
+                for inner_class, inner in list(self._repaired_classes.items()):
+                    if any(path.startswith(outer + ".") for path in inner.names for outer in names):
+                        self._repaired_classes.pop(inner_class).remove()
+                self._repaired_classes[module_class] = _RepairedClass(names, iter(REPAIR_MODES))
+            # 2. Its next mode
+            if self._install_next_mode(self._repaired_classes[module_class]):
                 return True
-            self._sites.pop(module_class).remove()
+            # 3. If it has no more modes, its parent
+            self._repaired_classes.pop(module_class).remove()
             name = name.rpartition(".")[0]
             while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):  # containers are not called
                 name = name.rpartition(".")[0]
         return False
 
-    def _install_next_mode(self, site: _RepairSite) -> bool:
-        """Install the next mode that is possible on the modules of a site, and return whether there is one."""
-        site.remove()
-        for mode in site.modes:
+    def _install_next_mode(self, repaired: _RepairedClass) -> bool:
+        """Install the next mode that is possible on the modules of a class, and return whether there is one."""
+        repaired.remove()
+        for mode in repaired.modes:
             try:
-                # By name of a module: along which axes its inputs and outputs have tokens and rows
-                axes = learn_axes(self.probe, site.names)
+                # By name of a module: along which axes its inputs and outputs have tokens and rows. They are learned
+                # again for each mode, on other random documents.
+                axes = learn_axes(self.probe, repaired.names)
                 gets_positions = any("position_ids" in module_axes.inputs for module_axes in axes.values())
                 # `REPAIR_MODES` has each mode with positions before the same mode without them. The two differ only
                 # for a module that takes positions.
@@ -206,17 +217,18 @@ class RepairSearch:
                     continue
                 if not axes:
                     return False
-                # A run that raises may not reach all modules. They get the axes of the first module of the class.
+                # If the model raises on a pack, modules behind may not be called, and no axes are learned for them.
+                # They get the axes of the first module of the class.
                 first_axes = next(iter(axes.values()))
-                repaired = [
-                    RepairedModule(self._modules[name], axes.get(name, first_axes), mode) for name in site.names
+                hooks = [
+                    RepairedModule(self._modules[name], axes.get(name, first_axes), mode) for name in repaired.names
                 ]
-            except (NotLearned, ValueError):
+            except (NotLearned, ValueError):  # from `learn_axes`, or from `RepairedModule` for sharded parameters
                 continue
-            site.mode = mode
-            site.repaired = repaired
-            for module in repaired:
-                module.install()
+            repaired.mode = mode
+            repaired.hooks = hooks
+            for module_hooks in hooks:
+                module_hooks.install()
             return True
         return False
 

@@ -30,8 +30,7 @@ NUM_HEADS = 4  # number of attention heads
 HEAD_DIM = 8  # width of a head
 NOISE_STD = 0.02  # standard deviation of the noise on weights, as in the usual initialisation
 
-# Names of fields by their largest value in a tiny config. A smaller value of the real config is not changed. The sweep
-# over all model types (`tools/sweep`) shrinks `LENGTH_FIELDS`, too.
+# By value, the names of the fields that have at most this value in a tiny config
 _NAMES_BY_SIZE = {
     VOCABULARY: """vocab_size decoder_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base
         pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
@@ -47,17 +46,19 @@ _NAMES_BY_SIZE = {
     NUM_HEADS: """num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads
         decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_attention_heads_per_layer
         swa_num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
-        num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim""",
+        num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num
+        rotary_dim""",  # half of the dimensions of a head
     2: """num_kv_heads linear_num_key_heads n_mamba_heads n_groups mamba_n_groups o_groups heads_per_ngram hc_mult
         hc_count num_codebooks num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k n_group""",
     HEAD_DIM: """head_dim dim_head attention_head_size kv_channels swa_head_dim qk_nope_head_dim qk_rope_head_dim
         v_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim d_rel
         state_size ssm_state_size mamba_d_state""",
-    # Lengths above which a model computes tokens differently: short documents must exceed them.
+    # Lengths above which a model computes tokens differently: short documents must exceed them in `tools/sweep`.
     9: """sliding_window sliding_window_size attention_chunk_size attention_window_size window_size local_attention
         keep_window_size chunk_size mamba_chunk_size linear_chunk_size rel_extent""",
     6: "index_topk",
-    # An indexer with few heads gives many tokens a score of exactly 0, and its choice among them is arbitrary.
+    # `index_n_heads` is that of the indexer, which scores the keys for sparse attention. With few heads it gives many
+    # keys a score of exactly 0, and its choice among them is arbitrary.
     16: """index_n_heads kv_lora_rank q_lora_rank o_lora_rank hc_lowrank laurel_rank adapter_rank ple_embed_dim
         router_hidden_size hidden_size_per_layer_input""",
     1: "topk_group n_shared_experts num_shared_experts moe_num_shared_experts",
@@ -68,7 +69,8 @@ _NAMES_BY_SIZE = {
     12: "patch_size",
 }
 FIELD_SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}  # by name of the field
-# Names of fields that count tokens: the entries for 9, 6 and 512 tokens. `tiny_like` does not shrink them
+# Names of fields that count tokens: the entries for 9, 6 and 512 tokens. `tiny_like` does not shrink them, because a
+# test must find what the real model does at its own lengths. Only the sweep over all model types (`tools/sweep`) does
 LENGTH_FIELDS = {name for size in (9, 6, 512) for name in _NAMES_BY_SIZE[size].split()}
 # Names of fields with the number of layers
 LAYER_COUNT_FIELDS = (
@@ -130,6 +132,7 @@ def _shrink_fields(config: PreTrainedConfig, text: PreTrainedConfig, layers: ran
         if isinstance(inner, PreTrainedConfig):
             values[name] = _shrink_fields(inner, text, layers)
         elif name == "per_layer_config" and value:  # fields that a layer overrides, by number of the layer
+            # Layers are numbered anew in the tiny model. The config may have stored their numbers as texts.
             first_layer = layers.start if layers else 0
             by_layer = {int(layer): layer_fields for layer, layer_fields in value.items()}
             values[name] = {
@@ -138,22 +141,23 @@ def _shrink_fields(config: PreTrainedConfig, text: PreTrainedConfig, layers: ran
                 if layers is None or i in layers
             }
     # 2. Shrink the numbers of layers, and the lists with an entry per layer.
+    own_layers = layers  # the layers of this config
     if config is text:
         num_layers = config.num_hidden_layers
     else:  # a part of the model that reads no text: any two of its layers will do
         num_layers = next((fields[name] for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)), 0)
-        layers = range(2)
-    if layers is not None:
-        values |= {name: len(layers) for name in LAYER_COUNT_FIELDS if fields.get(name) == num_layers}
+        own_layers = range(2)
+    if own_layers is not None:
+        values |= {name: len(own_layers) for name in LAYER_COUNT_FIELDS if fields.get(name) == num_layers}
         num_shared = fields.get(SHARED_LAYERS_FIELD)
         if num_shared:
-            num_left_out = num_layers - layers.stop  # at the end of the model, where layers share keys
+            num_left_out = num_layers - own_layers.stop  # at the end of the model, where layers share keys
             values[SHARED_LAYERS_FIELD] = max(0, num_shared - num_left_out)
         for name, value in values.items():
             # Of strings only a pattern has a character per layer. "silu" has four by chance.
             is_per_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
             if is_per_layer and len(value) == num_layers:
-                values[name] = value[layers.start : layers.stop]
+                values[name] = value[own_layers.start : own_layers.stop]
     # 3. Compute other fields from the small sizes.
     return values | _recompute_fields(type(config), fields, values)
 
@@ -210,6 +214,7 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
     values: dict[str, Any] = {}
     sizes_of_type = SIZES_OF_TYPE.get(config.get("model_type", ""), {})
     for name, value in fields.items():
+        # `FIELD_SIZES` also has the fields of `LENGTH_FIELDS`, for the sweep.
         size_of_name = None if name in LENGTH_FIELDS else FIELD_SIZES.get(name)
         size = sizes_of_type.get(name) or size_of_name
         if isinstance(value, dict):
@@ -225,10 +230,12 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
         elif isinstance(value, list) and size is not None:
             value = [min(number, size) for number in value]
         elif names_a_token(name):
-            num_before = sum(map(names_a_token, values))  # fields of token ids; each has room for four ids
+            # The small ids begin at 3. Each field of token ids before this one has room for four, so up to three fields
+            # have different ids.
+            num_before = sum(map(names_a_token, values))
             value = _small_ids(value, 3 + 4 * num_before)
         values[name] = value
-    # A head with and without rotary embedding has `HEAD_DIM` dimensions of each.
+    # Where a part of each head has rotary embeddings, both parts of a small head have `HEAD_DIM` dimensions.
     if values.get("head_dim") and config["head_dim"] == sum(_rotated_and_plain(config)):
         values["head_dim"] = 2 * HEAD_DIM
     # All heads of a mixer together have its width.
@@ -240,7 +247,11 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
 
 
 def _small_ids(value: object, first_id: int) -> object:
-    """Return token ids within the small vocabulary: large ids are replaced by distinct ones from `first_id` on."""
+    """Return token ids within the small vocabulary: the ids of a list that are large become `first_id`, `first_id + 1`,
+    ...
+
+    Small ids are below `FIRST_WORD`; after the last one they begin at 0 again.
+    """
     if isinstance(value, list):
         return [_small_ids(number, first_id + i) for i, number in enumerate(value)]
     return first_id % FIRST_WORD if isinstance(value, int) and value >= FIRST_WORD else value
@@ -294,7 +305,8 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             features_of_layers = [_layer_features(layer) for layer in module]
-            # A feature that numbers the layers does not make a kind. It has one offset from the index of the layer.
+            # A feature that numbers the layers, such as `layer_idx`, does not make a kind. It is an integer that
+            # differs from the index of the layer by the same number (its offset) in all layers.
             offsets = defaultdict(set)
             for index, features in enumerate(features_of_layers):
                 for key, value in features.items():
@@ -307,7 +319,8 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
             stop = max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
             if not getattr(config, SHARED_LAYERS_FIELD, 0):
                 return range(stop)
-            # Of each kind, the last layer before `stop` is enough.
+            # Begin at the last layer from which on each kind is still there. For example, for the kinds A A B A C (stop
+            # = 5) the last B is at layer 2, and the range is 2 to 4: B A C.
             backwards = kinds[:stop][::-1]
             return range(stop - 1 - max(backwards.index(kind) for kind in kinds), stop)
     return range(num_layers)

@@ -1,12 +1,12 @@
 """Read from a model's config the lengths above which the model computes a document differently.
 
-Such a *threshold*, in tokens, is a sliding window, a chunk, the number of keys that an indexer chooses, or the original
-length of a scaled rotary embedding. The leak probe (`check_isolation.py`) tests a document that is longer than all
-thresholds of a run, and `features/pack_forward/` compares batches that cross one.
+Such a *threshold*, in tokens, is a sliding window, a chunk, the number of keys that each query of sparse attention
+chooses, or the original length of a scaled rotary embedding. The leak probe (`check_isolation.py`) tests a document
+that is longer than all thresholds of a run, and `features/pack_forward/` compares batches that cross one.
 
-No list of field names has the window of the next model. So every integer of the config is taken as a threshold, except
-those that count something else by their names: widths, heads, layers, experts, token ids. Rotary embeddings that depend
-on the length of the sequence are found by calling transformers' own functions.
+Future models will name such fields in new ways. So every integer of the config is taken as a threshold, except those
+that count something else by their names: widths, heads, layers, experts, token ids. Rotary embeddings that depend on
+the length of the sequence are found by calling transformers' own functions.
 """
 
 import re
@@ -32,7 +32,7 @@ OTHER_WORDS = set(
 # Names of fields that count blocks or chosen positions. If two names begin with the same word ("index_..."), one may be
 # a number of blocks and the other their size, so their product is a threshold, too.
 SELECTION_FIELDS = re.compile(r"top_?k|blocks|pool|chunks")
-BLOCK_FIELDS = re.compile(r"pool|block_size")  # names of fields with the size of a block
+BLOCK_FIELDS = re.compile(r"pool|block_size")  # names of fields with the size of a block; a "pool" may be either
 # Field with the number of tokens that a layer compresses to one key, a dictionary by kind of layer (DeepSeek-V4). In
 # layers of the kind INDEXED_KIND, `index_topk` counts compressed keys.
 RATES_FIELD = "compress_rates"
@@ -51,16 +51,17 @@ def thresholds(
         shortest: length of a document that is tested in any case. A threshold that it exceeds needs no other test.
 
     Returns:
-        The thresholds to test, and the thresholds that no document of the run exceeds. A threshold that no document
-        within the model's positions can exceed is in neither dictionary.
+        The thresholds to test, below `max_length`, and those that no document of the run exceeds, from `max_length` to
+        the number of positions. Neither dictionary has a threshold above the number of positions, because no document
+        of the model can exceed it.
     """
     stored_positions = vars(config).get(config.attribute_map.get(POSITIONS_FIELD, POSITIONS_FIELD))
     num_positions = stored_positions if isinstance(stored_positions, int) else inf
     longest = num_positions if max_length is None else max_length
     lengths = _length_fields(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < longest}
-    # Without a `max_length`, documents may exceed the number of positions, so it may be an untested threshold itself:
-    # dynamic RoPE has other angles above it.
+    # Without a `max_length` documents may be longer than the number of positions, above which dynamic RoPE has other
+    # angles. So this number itself may be a threshold that is not tested.
     end = num_positions + 1 if max_length is None else num_positions
     unreachable = {name: n for name, n in lengths.items() if longest <= n < end}
     return to_test, unreachable
@@ -76,14 +77,15 @@ def _length_fields(fields: dict[str, Any]) -> dict[str, int]:
     lengths = dict(numbers)
     for first, second in combinations(numbers, 2):
         begin_alike = first.split("_")[0] == second.split("_")[0]
-        if begin_alike and SELECTION_FIELDS.search(first + second):
+        if begin_alike and (SELECTION_FIELDS.search(first) or SELECTION_FIELDS.search(second)):
             lengths[f"{first} * {second}"] = numbers[first] * numbers[second]
     rates = fields.get(RATES_FIELD)
     if isinstance(rates, dict):
         lengths |= {f"{RATES_FIELD}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
             lengths["index_topk"] *= rates.get(INDEXED_KIND, 1)
-    # A model that chooses positions in blocks may choose all positions until one more block is full.
+    # A model that chooses positions in blocks may take the last, unfinished block in addition. So it chooses all
+    # positions until there is one more full block.
     block_size = max((n for name, n in numbers.items() if BLOCK_FIELDS.search(name)), default=0)
     return {name: n + block_size if SELECTION_FIELDS.search(name) else n for name, n in lengths.items()}
 
@@ -102,7 +104,7 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
         for name in ROPE_LENGTH_FIELDS:
             length = parameters.get(name, vars(config).get(name))
             if _is_length(length) and _depends_on_length(config, parameters, layer_type, length=length):
-                lengths[name] = length
+                lengths[name] = length  # of the last type of layers, if they differ
     return lengths
 
 
@@ -119,8 +121,8 @@ def _depends_on_length(
     """
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:
-        return rope_type != "default"
-    # Factors for short and for long sequences; phimoe also has a pair of scales.
+        return rope_type != "default"  # the plain angles; not every version of transformers has a function for them
+    # The model chooses one of two lists of factors by the length; phimoe also has a pair of scales.
     short_names = {name for name in parameters if name.startswith("short_")}
     if any(parameters[name] != parameters.get(name.replace("short_", "long_")) for name in short_names):
         return True

@@ -3,12 +3,13 @@
 The inputs and outputs of all modules are recorded in two runs that should agree, a `RunPair` (`probe.py`). Where the
 inputs of a module agree for a document and its outputs do not, information crosses in this module. The smallest of
 these modules are returned as `Leak` records. `check_isolation.py` puts them into its report, and `search.py` repairs
-the modules. Other functions find the module that raises, modules that get shifted positions, and modules that compute
-something else if ranks share a pack.
+the modules. Other functions find the module that raises, modules whose positions start at another number in a pack than
+alone, and modules that compute something else if ranks share a pack.
 
 The `Probe` draws documents (`tokens`), runs them as a pack (`forward_packed`) or one of them alone (`forward_alone`),
 and holds the model (`inner`). If ranks share a pack, `forward_packed` runs the part of this rank, and `forward_padded`
-runs the whole pack on each rank, with the padding of a shared pack.
+runs the whole pack on each rank, with the padding of a shared pack. A `RunPair` has the documents of both runs, and
+does the runs (`run_first`, `run_second`). The second run may be a document alone (`is_alone`).
 
 Words: a *place* names one value among the arguments or outputs of a call (`arguments.py`), such as "hidden_states" or
 "[0]". A *call* is one of the calls of a module in a run, by number. If ranks share a pack, the *part* of a rank is the
@@ -28,7 +29,9 @@ from .arguments import Leaves, calls_watched
 from .probe import Documents, Probe, RunPair
 from .probed_model import CannotRun, gather_values, to_exact
 
-PART_TOKENS = 23  # length of the part of each rank in `find_wrong_parts`: a prime that no hidden size equals
+# Length of the part of each rank in `find_wrong_parts`. `_by_token` finds the axis of tokens by its size, so it is a
+# prime that no hidden size equals
+PART_TOKENS = 23
 DOCUMENT_TOKENS = 11  # length of each document in `find_wrong_parts`, except that the last document may be shorter
 
 
@@ -57,7 +60,7 @@ class TokenValues(NamedTuple):
     """A copy of a tensor among the arguments or outputs of a call, with the values of one token in each row."""
 
     axis: int  # the axis of the tensor that indexes tokens
-    rows: Tensor  # (T, values per token)
+    by_token: Tensor  # (T, values per token)
 
 
 Values = dict[str, TokenValues]  # the tensors among the arguments, or among the outputs, of one call, by place
@@ -105,7 +108,7 @@ def _iterate_leaks(
 ) -> Iterator[Leak]:
     """Yield each module with a call whose inputs agree in both records and whose outputs do not."""
     for name, module in modules.items():
-        # A run that raises has fewer calls.
+        # If a run has raised, as it may in `find_wrong_parts`, it has fewer calls.
         for first_call, second_call in zip(first.get(name, []), second.get(name, []), strict=False):
             input_change = _largest_change(first_call.inputs, second_call.inputs, spans)
             output_change = _largest_change(first_call.outputs, second_call.outputs, spans)
@@ -117,14 +120,16 @@ def _iterate_leaks(
 def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
     """Return the smallest modules with equal inputs for a document in two packs, and with other outputs.
 
-    Inputs must be equal to the bit, so rounding that adds up in a deep model cannot hide a leak.
-    Modules whose outputs change in a repeated run of the same pack are skipped.
+    `find_leaks` compares with one tolerance for the whole model. Here inputs must be equal to the bit, so a module need
+    not explain the rounding of all modules before it, and also a small leak in a deep model is found. Modules whose
+    outputs change in a repeated run of the same pack are skipped.
 
     Args:
         pair: two packs; no document runs alone.
-        tolerance: relative change that rounding inside one module may cause. A smaller change also counts as a leak if
-            documents of both packs have equal lengths, and more than half of the numbers of a token change by at least
-            `tolerance / 16`, because rounding changes only few numbers.
+        tolerance: relative change that rounding inside one module may cause. If documents of both packs have equal
+            lengths, a smaller change may also be a leak: rounding changes few numbers, so it is one if more than half
+                of
+            the numbers of some token change by `tolerance / 16` of their own size.
     """
     modules = dict(probe.inner.named_modules())
     spans = pair.common_spans
@@ -145,8 +150,10 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens), note_repeated_call):
         probe.forward_packed(pair.first_documents)
 
-    # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding. A
-    # module that contains a changed module is not a place where a leak begins, even if its own change is larger.
+    # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding. At
+    #    the
+    # end, a module is returned only if no module inside it has changed: otherwise the leak begins in that one, also if
+    # it changes so little that it may be rounding.
     changed: dict[str, Leak] = {}
     leaking_names = set()
 
@@ -155,8 +162,8 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
             return
         first_inputs, first_outputs = first_records[name][call]
         # Without an input that can be compared, a change may have come in from outside, so the call is skipped.
-        has_common_inputs = first_inputs.keys() & inputs.keys()
-        if not has_common_inputs or _largest_change(first_inputs, inputs, spans):
+        common_places = first_inputs.keys() & inputs.keys()
+        if not common_places or _largest_change(first_inputs, inputs, spans):
             return
         change = _largest_change(first_outputs, outputs, spans)
         if not change:
@@ -164,7 +171,9 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
         changed[name] = Leak(name, type(modules[name]).__name__, change)
         if pair.has_equal_lengths:
             leaks = change > tolerance or _share_changed(first_outputs, outputs, spans, minimum=tolerance / 16) > 0.5
-        else:  # integers are not compared: they may be positions in the pack
+        else:
+            # A document that begins at another token of the pack may have other integers, such as positions. So only
+            # real and complex numbers are compared.
             leaks = _largest_change(_numeric_values(first_outputs), _numeric_values(outputs), spans) > tolerance
         if leaks:
             leaking_names.add(name)
@@ -218,12 +227,12 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
     records_alone = [record(_row_length(probe, ids), partial(probe.forward_alone, ids)) for ids in documents]
     shifted = []
     for name, calls in records_packed.items():
-        for place, (axis, values) in calls[0].inputs.items():  # the first call stands for all
+        for place, (axis, values) in calls[0].inputs.items():  # the first call of the module stands for all
             is_integer = not values.is_floating_point() and values.dtype != torch.bool
             if not is_integer or values.shape[1] != 1:  # position ids are one integer per token
                 continue
             inputs_alone = [records[name][0].inputs for records in records_alone if name in records]
-            positions_alone = [inputs[place].rows.flatten() for inputs in inputs_alone if place in inputs]
+            positions_alone = [inputs[place].by_token.flatten() for inputs in inputs_alone if place in inputs]
             if len(positions_alone) < len(documents):
                 continue
             positions_packed = values.flatten().split(lengths)
@@ -242,11 +251,11 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     """Return the name of the innermost module that was running when the model raised on a pack, or None."""
     raising: list[str] = []  # the outermost module first, because `calls_watched` notes it first
 
+    # No values are needed, so `len` stands for reading them: `inputs` and `outputs` are the numbers of values.
     def note_raising_call(name: str, call: int, inputs: int, outputs: int | None) -> None:
         if outputs is None:
             raising.append(name)
 
-    # No values are needed. `calls_watched` notes only how many each call has.
     with suppress(CannotRun), calls_watched(dict(probe.inner.named_modules()), len, note_raising_call):
         probe.forward_packed(documents)
     return raising[-1] if raising else None
@@ -270,7 +279,7 @@ def _record_values(
     records: Records = {}
 
     def note_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
-        if not positions_only or any(not value.rows.is_floating_point() for value in inputs.values()):
+        if not positions_only or any(not value.by_token.is_floating_point() for value in inputs.values()):
             records.setdefault(name, []).append(CallRecord(inputs, outputs or {}))
 
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note_call):
@@ -302,10 +311,10 @@ def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
-            rows = value.detach().movedim(axis, 0).reshape(num_tokens, -1)
+            by_token = value.detach().movedim(axis, 0).reshape(num_tokens, -1)
             # The values are copied, because the model may change the tensor in place afterwards.
-            rows = rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone()
-            values_by_place[place] = TokenValues(axis, rows)
+            by_token = by_token.cpu() if on_host and by_token.device.type != "cpu" else by_token.clone()
+            values_by_place[place] = TokenValues(axis, by_token)
     return values_by_place
 
 
@@ -320,8 +329,8 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
     """
     changes = []
     for place in first.keys() & second.keys():
-        before = first[place].rows
-        after = second[place].rows
+        before = first[place].by_token
+        after = second[place].by_token
         # A mask (T, T) has different shapes in packs of different lengths.
         if before.shape[1] != after.shape[1] or not before.numel():
             continue
@@ -342,7 +351,9 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
 def _numeric_values(values: Values) -> Values:
     """Return the tensors that hold real or complex numbers, without integers and masks."""
     return {
-        place: value for place, value in values.items() if value.rows.is_floating_point() or value.rows.is_complex()
+        place: value
+        for place, value in values.items()
+        if value.by_token.is_floating_point() or value.by_token.is_complex()
     }
 
 
@@ -350,9 +361,9 @@ def _share_changed(first: Values, second: Values, spans: Spans, *, minimum: floa
     """Return the largest share of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in first.keys() & second.keys():
-        before = first[place].rows
-        after = second[place].rows
-        if not before.is_complex():
+        before = first[place].by_token
+        after = second[place].by_token
+        if not before.is_complex():  # the difference of complex numbers has a size, too
             before = to_exact(before)
             after = to_exact(after)
         if before.shape[1] == after.shape[1] > 1:  # a share of one number would say nothing

@@ -1,10 +1,10 @@
 """Take the user's hooks on gradients from the model during tests, and check that tests have changed no parameter.
 
-The tests before and between optimizer steps (the leak probe, and `training/first_step.py`) run backward passes, which
-call the hooks on gradients that the user has registered. Some hooks have an effect: an optimizer that is fused into the
-backward steps in them (GaLore and APOLLO layer by layer), and others count their calls. No test needs these hooks,
-because they act on gradients of whole steps. The user's forward hooks run in tests, because they may change what the
-model computes.
+Two tests run backward passes before and between optimizer steps: the leak probe, which tests whether documents of a
+pack change each other, and `training/first_step.py`. These passes call the hooks on gradients that the user has
+registered. Some hooks change something: an optimizer that is fused into the backward pass takes its step in a hook
+(GaLore and APOLLO layer by layer), and others count their calls. No test needs these hooks, because they act on
+gradients of whole steps. The user's forward hooks run in tests, because they may change what the model computes.
 """
 
 import functools
@@ -50,10 +50,10 @@ def _is_left_out(hook: Any) -> bool:
 
 
 def _gradient_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return torch's tables of hooks on gradients that have hooks without which tests run.
+    """Return the dictionaries in which torch holds the hooks on gradients, if they have hooks to be left out in tests.
 
     Returns:
-        Pairs of a table, which has hooks by their handles' ids, and of those of its entries that tests run without.
+        Pairs of dictionaries of hooks, by the id of their handle: all hooks, and the hooks to be left out.
     """
     tables: list[dict[int, Any]] = []
     for module in model.modules():
@@ -71,7 +71,7 @@ def _gradient_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, An
 
 @contextmanager
 def gradient_hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Within this context, the model is without the user's hooks on gradients."""
+    """Within this context, the model is without the user's hooks on gradients. Afterwards it has them again."""
     with hooks_left_out(_gradient_hooks(model)):
         yield
 
@@ -111,7 +111,8 @@ def sample_parameters(model: nn.Module) -> Tensor:
     Two such tensors are equal if the parameters have not been trained in between.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # the root holds whole parameters after a forward
+        # FSDP2's units may hold whole parameters after a forward, the root always. The samples are those of the shards.
+        if isinstance(module, FSDPModule):
             module.reshard()
     samples = []
     for parameter in model.parameters():
@@ -131,7 +132,7 @@ def parameters_unchanged(model: nn.Module) -> Iterator[None]:
     before = sample_parameters(model)
     yield
     after = sample_parameters(model)
-    if before.shape == after.shape:  # they differ if a test has replaced parameters
+    if before.shape == after.shape:  # another number of values is a change, too: a parameter was added or replaced
         is_equal = (before == after) | (before.isnan() & after.isnan())
         if bool(is_equal.all()):
             return
