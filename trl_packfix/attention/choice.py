@@ -84,38 +84,7 @@ def choose_attention(
     """
     model = base_model(model)
     device_type = model.device.type if device_type is None else device_type
-    choice = _apply_precedence(
-        model,
-        enforce_flash_attention,
-        dtype,
-        device_type=device_type,
-        refusals=refusals or {},
-        needs_varlen=needs_varlen,
-    )
-    # Add to the reason the name of the attention that is replaced. `_choose_on_cuda` has named a flash attention.
-    previous = choice.previous
-    is_replaced = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
-    is_named_already = device_type == "cuda" and "flash" in previous
-    if not is_replaced or is_named_already:
-        return choice
-    masks = " and its T x T masks" if previous in ("sdpa", "eager") else ""
-    note = f"; in place of the model's {previous}{masks} (enforce_flash_attention=False keeps it)"
-    return replace(choice, reason=choice.reason + note)
-
-
-def _apply_precedence(
-    model: PreTrainedModel,
-    enforce_flash_attention: bool,
-    dtype: torch.dtype | None,
-    *,
-    device_type: str,
-    refusals: dict[str, str],
-    needs_varlen: str | None,
-) -> AttentionChoice:
-    """Return the first implementation that works, in the order of the module's docstring."""
-    dtype = model.dtype if dtype is None else dtype
     previous = own_attention(model)
-    user_flash = "flash" in previous
 
     # stablelm and opt set only `_supports_sdpa`. `_can_set_attn_implementation` looks into the source of the model, and
     # is False for a model with attention code of its own.
@@ -123,6 +92,7 @@ def _apply_precedence(
     if not (supports_other_attention and model._can_set_attn_implementation()):
         reason = f"{type(model).__name__} has its own attention code and supports no other implementation"
         return AttentionChoice(previous, False, previous, reason)
+    refusals = refusals or {}
     refusal = refusals.get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
         name = default_attention(model) if previous == ATTENTION_NAME else previous
@@ -139,13 +109,24 @@ def _apply_precedence(
                 stacklevel=2,
             )
         # `packfix_varlen` may have been set before. On CUDA it runs on flash kernels.
-        is_flash = user_flash or (previous == ATTENTION_NAME and device_type == "cuda")
+        is_flash = "flash" in previous or (previous == ATTENTION_NAME and device_type == "cuda")
         return AttentionChoice(previous, is_flash, previous, "unchanged: enforce_flash_attention=False")
-    if device_type == "cpu":
-        return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
-        return _choose_on_cuda(model, previous, dtype, refusals=refusals, needs_varlen=needs_varlen)
-    return AttentionChoice(ATTENTION_NAME, False, previous, f"no flash kernel on {device_type!r}: {BY_DOCUMENT}")
+        dtype = model.dtype if dtype is None else dtype
+        choice = _choose_on_cuda(model, previous, dtype, refusals=refusals, needs_varlen=needs_varlen)
+        if "flash" in previous:
+            return choice  # its reason names this attention, if it is replaced
+    else:
+        reason = f"no flash kernel on {device_type!r}: {BY_DOCUMENT}"
+        if device_type == "cpu":
+            reason = "varlen attention on the CPU, without a mask"
+        choice = AttentionChoice(ATTENTION_NAME, False, previous, reason)
+    if choice.name == previous:
+        return choice
+    # Add to the reason the name of the attention that is replaced.
+    masks = " and its T x T masks" if previous in ("sdpa", "eager") else ""
+    note = f"; in place of the model's {previous}{masks} (enforce_flash_attention=False keeps it)"
+    return replace(choice, reason=choice.reason + note)
 
 
 def own_attention(model: nn.Module) -> str:

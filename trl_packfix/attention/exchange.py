@@ -20,6 +20,7 @@ there may be fewer key heads than ranks. For example, with H = 6, G = 3 and s = 
 Shapes: T tokens of the pack, s degree, H query heads, G key/value heads, D head dimension.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -49,7 +50,7 @@ class HeadExchange:
         self.group = group
         self._ranges = head_ranges(num_heads, num_key_heads, group.size)
         self._queries_per_key = num_heads // num_key_heads
-        self.heads, self._key_heads = self._ranges[group.rank]
+        self.heads, _ = self._ranges[group.rank]
 
     def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         """Exchange tokens for heads.
@@ -68,17 +69,16 @@ class HeadExchange:
             return [*queries, *keys]
         # 1. Split each tensor into the heads of each rank, and send them all in one exchange: the heads of all tensors
         #    for rank 0, then for rank 1, and so on.
-        query_ranges, key_ranges = zip(*self._ranges, strict=True)
-        split_tensors = [_split_heads(x, query_ranges) for x in queries] + [_split_heads(x, key_ranges) for x in keys]
+        tensors = [*queries, *keys]
+        query_ranges, key_ranges = zip(*self._ranges, strict=True)  # by rank
+        ranges_by_tensor = [query_ranges] * len(queries) + [key_ranges] * len(keys)
+        split_tensors = [_split_heads(x, ranges) for x, ranges in zip(tensors, ranges_by_tensor, strict=True)]
         tensors_by_rank = list(zip(*split_tensors, strict=True))
-        send_counts = [sum(x.numel() for x in tensors) for tensors in tensors_by_rank]
-        flat = torch.cat([x.reshape(-1) for tensors in tensors_by_rank for x in tensors])
+        send_counts = [sum(x.numel() for x in to_rank) for to_rank in tensors_by_rank]
+        flat = torch.cat([x.reshape(-1) for to_rank in tensors_by_rank for x in to_rank])
 
         # 2. Receive the heads of this rank. Every rank sends equally many numbers, for its tokens.
-        tensors = [*queries, *keys]
-        num_query_heads = _num_heads_in_range(self.heads)
-        num_key_heads = _num_heads_in_range(self._key_heads)
-        num_heads = [num_query_heads] * len(queries) + [num_key_heads] * len(keys)
+        num_heads = [_num_heads_in_range(ranges[self.group.rank]) for ranges in ranges_by_tensor]
         sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, tensors, strict=True)]
         num_ranks = self.group.size
         received = exchange_pieces(flat, send_counts, [sum(sizes)] * num_ranks, self.group).view(num_ranks, -1)
@@ -91,13 +91,12 @@ class HeadExchange:
 
         # 4. Kernels need the same number of query heads for each key head. If the numbers differ, repeat each key head
         #    for all query heads that read it, and take the query heads of this rank.
-        key_head_of_query = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]
-        num_readers = {key_head_of_query.count(head) for head in key_head_of_query}
-        if len(num_readers) > 1:
+        num_readers = Counter(head // self._queries_per_key for head in range(self.heads.start, self.heads.stop))
+        if len(set(num_readers.values())) > 1:
             # After the repetition there is a key head for each query head that reads one of these key heads, on any
             # rank. The slice takes those of this rank. With an index, the host would wait for the GPU in every layer.
-            first_head = self.heads.start - self._key_heads.start * self._queries_per_key
-            one_per_query = slice(first_head, first_head + num_query_heads)
+            first_head = self.heads.start % self._queries_per_key
+            one_per_query = slice(first_head, first_head + _num_heads_in_range(self.heads))
             num_queries = len(queries)
             all_tokens[num_queries:] = [
                 x.repeat_interleave(self._queries_per_key, dim=1)[:, one_per_query] for x in all_tokens[num_queries:]

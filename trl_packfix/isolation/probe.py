@@ -135,7 +135,7 @@ class Probe(ProbedModel):
         user_attention: name of the attention with which the user gave the model, for example "sdpa"; see `ProbedModel`.
 
     Attributes:
-        group: the ranks that share each pack: a `SequenceGroup`, or a `LocalRank` if no other rank shares it.
+        group: the ranks that share each pack, a `SequenceGroup`.
         reads_ahead: whether a token changes earlier states of its document, with the padding that unpacked TRL uses.
         dtype: the coarsest dtype among the outputs of modules. The first call of `run_without_draws` sets it.
         drawing_modules: the modules that draw random numbers even in training without dropout. The same call sets it.

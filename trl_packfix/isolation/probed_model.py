@@ -68,62 +68,28 @@ def model_errors_converted() -> Iterator[None]:
         raise CannotRun(str(error)) from error
 
 
-class LocalRank(Group):
-    """One rank that holds whole packs: the group of a run without sequence parallelism.
+class SequenceGroup(Group):
+    """The ranks that share each pack. All of them must call a method together. By default a rank is alone."""
 
-    `SequenceGroup` overrides the methods for several ranks, so the docstrings describe both.
-    """
+    @classmethod
+    def of_degree(cls, degree: int) -> "SequenceGroup":
+        """Make the groups of `degree` ranks, and return the group of this rank. All ranks must call it."""
+        if degree == 1:
+            return cls()
+        make_groups((degree,))
+        return cls(degree, dist.get_rank() % degree)
 
     def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the states of all rows of a pack, (1, T, hidden).
 
         Args:
             forward: computes the states of this rank's part, (1, part, hidden).
+
+        Raises:
+            CannotRun: the model raises on any rank. It is raised on all ranks.
         """
-        return forward()
-
-    def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
-        """Return the gradient of all `num_rows` rows of a pack, (num_rows, D), from the gradients of the ranks.
-
-        Args:
-            gradient: the gradient that this rank has, of its part, (part, D), or of all rows, (num_rows, D).
-        """
-        return gradient
-
-    def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Divide sets of rows, whose states are differentiated, among forwards: a list of sets for each forward.
-
-        Each set gets a backward.
-        """
-        return [row_sets]
-
-    def gradient_limit(self, rounding: float) -> float | None:
-        """Return the relative difference that the gradients of a document in a pack and alone may have.
-
-        None: they are not compared. Infinity: only a lost gradient is an error.
-
-        Args:
-            rounding: the relative change of states that rounding may cause.
-        """
-        return None
-
-
-LOCAL_RANK = LocalRank()
-
-
-class SequenceGroup(LocalRank):
-    """Several ranks that share each pack. All ranks must call a method together."""
-
-    @classmethod
-    def of_degree(cls, degree: int) -> LocalRank:
-        """Make the groups of `degree` ranks, and return the group of this rank. All ranks must call it."""
-        if degree == 1:
-            return LOCAL_RANK
-        make_groups((degree,))
-        return cls(degree, dist.get_rank() % degree)
-
-    def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Return the states of all rows of a pack. Raise `CannotRun` on all ranks if the model raises on any rank."""
+        if self.is_alone:
+            return forward()
         states: Any = None
         problem = ""
         try:
@@ -136,19 +102,40 @@ class SequenceGroup(LocalRank):
         return self.gather(states, dim=1)
 
     def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
+        """Return the gradient of all `num_rows` rows of a pack, (num_rows, D), from the gradients of the ranks.
+
+        Args:
+            gradient: the gradient that this rank has, of its part, (part, D), or of all rows, (num_rows, D).
+        """
         if len(gradient) != num_rows:
             return self.gather(gradient, dim=0)
         # With images each rank embeds the whole pack and cuts its part after that, so gradients of parts are added.
         return self.sum(gradient)
 
     def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        return [[rows] for rows in row_sets]  # each forward has one backward, as in training
+        """Divide sets of rows, whose states are differentiated, among forwards: a list of sets for each forward.
+
+        Each set gets a backward. If ranks share packs, each forward has only one backward, as in training.
+        """
+        return [row_sets] if self.is_alone else [[rows] for rows in row_sets]
 
     def gradient_limit(self, rounding: float) -> float | None:
+        """Return the relative difference that the gradients of a document in a pack and alone may have.
+
+        None: they are not compared, because no other rank shares the pack. Infinity: only a lost gradient is an error.
+
+        Args:
+            rounding: the relative change of states that rounding may cause.
+        """
+        if self.is_alone:
+            return None
         limit = GRADIENT_ROUNDING_FACTOR * rounding
         # With a large limit, in half precision, a rounding may choose other experts. Then only lost gradients are
         # found.
         return limit if limit < LARGEST_GRADIENT_LIMIT else inf
+
+
+LOCAL_RANK = SequenceGroup()  # one rank that holds whole packs
 
 
 class ProbedModel:
@@ -364,7 +351,7 @@ class ProbedModel:
             yield embedded
 
     def embedding_gradients(
-        self, batch: dict[str, Any], row_sets: Sequence[Tensor], group: LocalRank = LOCAL_RANK
+        self, batch: dict[str, Any], row_sets: Sequence[Tensor], group: SequenceGroup = LOCAL_RANK
     ) -> list[Tensor] | None:
         """Return the gradients of some states with respect to all embeddings of a pack, (T, D) for each set of rows.
 

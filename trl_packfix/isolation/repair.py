@@ -204,15 +204,12 @@ class RepairedModule(AroundCalls):
                 joined_logits = [batches.join(logits, LOGIT_AXES) for logits in logits_by_router]
                 replace_router_logits(num_logits_before, joined_logits)
         # 4. Join the outputs, place by place.
-        leaves, tree = output_leaves(output)
-        places = [place for place, _ in leaves]
-        outputs_by_batch = [[value for _, value in output_leaves(batch_output)[0]] for batch_output in outputs]
-        outputs_by_place = zip(*outputs_by_batch, strict=True)
-        joined = [
-            self._join_batches(place, [*values], batches)
-            for place, values in zip(places, outputs_by_place, strict=True)
-        ]
-        yield tree_unflatten(joined, tree)
+        leaves_by_batch, trees = zip(*map(output_leaves, outputs), strict=True)
+        joined = []
+        for leaves_at_place in zip(*leaves_by_batch, strict=True):
+            places, values = zip(*leaves_at_place, strict=True)
+            joined.append(self._join_batches(places[0], values, batches))
+        yield tree_unflatten(joined, trees[0])
 
     def _inputs_of_batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, batches: DocumentRows, index: int
@@ -247,7 +244,7 @@ class RepairedModule(AroundCalls):
             values.append(value)
         return tree_unflatten(values, tree)
 
-    def _join_batches(self, place: str, values: list[object], batches: DocumentRows) -> object:
+    def _join_batches(self, place: str, values: tuple[object, ...], batches: DocumentRows) -> object:
         """Return the value that the pack has at a place of the output.
 
         Args:
