@@ -7,7 +7,7 @@ import torch
 from support.models import build_tiny_model
 from support.versions import current_models
 from sweep import zoo
-from sweep.judge import Judge, padded_by_trl
+from sweep.judge import Judge, packed, padded_by_trl
 from transformers import AttentionInterface, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -119,6 +119,21 @@ def test_a_long_document_does_not_run_on_eager(monkeypatch):
         with probe.as_given(100):
             names.append(own_attention(probe.inner))
     assert names == ["eager", "sdpa"]
+
+
+@pytest.mark.parametrize("is_recalled", [False, True])
+def test_attention_that_is_set_after_a_proof_is_set_back_in_packs(is_recalled):
+    """A proof that was remembered from an earlier start counts like a proof of this start."""
+    model = build_tiny_model("llama")
+    packed_model, report = proved(model)
+    if is_recalled:
+        packed_model.restore_own_attention()
+        packed_model = PackedModel(model, torch.float32, "cpu", 64)
+        packed_model.recall = lambda wrapped, prove, **what: report
+        packed_model.prove(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match="'packfix_varlen' is set again"):
+        model(**packed([torch.arange(20, 29), torch.arange(30, 35)]))
 
 
 # Types that trained as another model

@@ -388,31 +388,30 @@ class PackedModel:
             RuntimeError: ranks have different results.
         """
         attention = self.attention
-        run_probe = self._as_test(
-            partial(
-                check_packs,
-                wrapped,
-                self.max_length,
-                degree,
-                user_attention=attention.previous,
-                feature=self.feature if with_feature else self.feature.plain,
-            )
+        run_probe = partial(
+            check_packs,
+            wrapped,
+            self.max_length,
+            degree,
+            user_attention=attention.previous,
+            feature=self.feature if with_feature else self.feature.plain,
         )
-        if self.recall is None or self.repaired or self.is_unpacked:
-            report = run_probe()
-        else:
-            hook_names = [type(hooks).__name__ for hooks in self.own_hooks]
-            # What a report depends on, beside the model
-            case = (
-                with_feature,
-                self.max_length,
-                degree,
-                attention.name,
-                attention.previous,
-                str(self.dtype),
-                hook_names,
-            )
-            report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
+        with self._testing():
+            if self.recall is None or self.repaired or self.is_unpacked:
+                report = run_probe()
+            else:
+                hook_names = [type(hooks).__name__ for hooks in self.own_hooks]
+                # What a report depends on, beside the model
+                case = (
+                    with_feature,
+                    self.max_length,
+                    degree,
+                    attention.name,
+                    attention.previous,
+                    str(self.dtype),
+                    hook_names,
+                )
+                report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
         agree_on_ranks((report.isolated, report.equal))  # raises if they differ
         return replace(report, repaired=self.repaired)
 
@@ -431,8 +430,9 @@ class PackedModel:
             search = RepairSearch(probe, self._guard, self.max_length)
             self._search = search
             try:
-                with probe.undisturbed():  # without dropout and the user's hooks; restores buffers and random state
-                    report = self._as_test(search.search_repairs)()
+                # `undisturbed`: without dropout and the user's hooks; restores buffers and random state
+                with probe.undisturbed(), self._testing():
+                    report = search.search_repairs()
             except OwnAttentionError:  # the packfix_varlen of this round cannot be repaired; try the model's own
                 search.give_up()
                 continue
@@ -462,17 +462,17 @@ class PackedModel:
         repairs = [] if self._search is None else self._search.hooks
         return [*self.own_hooks, self._guard, *repairs]
 
-    def _as_test(self, test: Callable[[], IsolationReport]) -> Callable[[], IsolationReport]:
-        """Return a function that runs `test`, and meanwhile does not restore the attention that a test may replace."""
+    @contextmanager
+    def _testing(self) -> Iterator[None]:
+        """Within this context the guard does not restore the attention, because a test may replace it.
 
-        def run_test() -> IsolationReport:
-            self._guard.before_pack = None
-            try:
-                return test()
-            finally:  # in training, the guard restores the tested attention before each pack
-                self._guard.before_pack = self._restore_attention
-
-        return run_test
+        From then on the guard does so before each pack.
+        """
+        self._guard.before_pack = None
+        try:
+            yield
+        finally:
+            self._guard.before_pack = self._restore_attention
 
     def _restore_attention(self) -> None:
         """Set the tested attention again, with a warning, if it was replaced. The guard calls this before each pack."""
