@@ -143,6 +143,6 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
 def _find_process_group(degree: int) -> Any:
     """Return the process group of a degree; None if it was not made, or was made for an earlier set of ranks."""
     made_group = _process_groups.get(degree)
-    if made_group is None or made_group.world is None or not dist.is_initialized():
+    if made_group is None or made_group.world is not dist.group.WORLD:  # WORLD is None without a process group
         return None
-    return made_group.process_group if made_group.world is dist.group.WORLD else None
+    return made_group.process_group

@@ -37,8 +37,10 @@ import torch
 from torch import Tensor
 
 from .group import ALONE, Group
+
+# The label of a token that is not trained, and the keys of a document of text; other modules import them from here.
 from .planning.arrays import IGNORE_INDEX as IGNORE_INDEX
-from .planning.arrays import TEXT_KEYS as TEXT_KEYS  # keys of a document of text; imported from here by other modules
+from .planning.arrays import TEXT_KEYS as TEXT_KEYS
 
 LAYOUT_KEY = "layout"  # key of a stored layout in its batch
 

@@ -195,8 +195,11 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 def dropped_weights(config: PreTrainedConfig) -> dict[str, float]:
     """Return by field of a text config the rate at which attention drops weights in training, if it is above 0."""
-    rates = {name: rate for name, rate in vars(config).items() if ATTENTION_DROPOUT.match(name)}
-    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+    return {
+        name: rate
+        for name, rate in vars(config).items()
+        if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0
+    }
 
 
 def _choose_on_cuda(

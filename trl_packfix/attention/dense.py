@@ -13,6 +13,7 @@ it is not used either, because two trainings that should be equal might measure 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -51,9 +52,7 @@ measured: dict[HeadKind, bool] = {}  # for each kind that was measured, whether 
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
     """Compute causal attention of one document, on CUDA by cuDNN: (1, H, T, D_value)."""
     backend = BACKENDS.get(query.device.type)
-    if backend is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    with sdpa_kernel(backend):
+    with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
 

@@ -271,6 +271,7 @@ def _check_packed_batch(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
+    num_documents = len(kwargs["cu_seq_lens_q"]) - 1
     # `attention_fields`: the ranks that share the pack, the launches of the flash kernel that the collator has planned,
     # and with shared prefixes the rows of the keys
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention_fields())
@@ -288,7 +289,7 @@ def _check_packed_batch(
         if value is not None:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ValueError(
-                f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
+                f"a packed batch of {num_documents} documents came with {name}{shape}: transformers "
                 f"would use it instead of the boundaries, and documents would see each other. {PACK_REMEDY}"
             )
     source = "use_cache=True"
@@ -298,7 +299,7 @@ def _check_packed_batch(
         use_cache = getattr(text_config(model), "use_cache", False)
     if use_cache:
         raise ValueError(
-            f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {source}: with a cache "
+            f"a packed batch of {num_documents} documents came with {source}: with a cache "
             "transformers ignores boundaries, and documents would see each other. Set use_cache=False in the batch."
         )
     tokens = kwargs.get("input_ids", args[0] if args else None)

@@ -373,28 +373,30 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropou
 
 def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: float) -> bool:
     """Return whether the FlashAttention-2 kernels of torch compute this call. Nothing is read from the device."""
-    device = query.device.type
     return (
-        device in FLASH_DEVICES
+        _runs_on_flash_device(query)
         and softcap is None
         and dropout == 0
         and kernel_head_dim(query, value) <= MAX_CUDA_HEAD_DIM
-        and (device != "cuda" or cuda_varlen_problem() is None)
     )
 
 
 def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Return whether ffpa-attn computes this call: it has wide heads, and no option except the scale."""
-    device = query.device.type
     return (
-        device in FLASH_DEVICES
-        and query.dtype in CUDA_DTYPES
+        query.dtype in CUDA_DTYPES
         and kernel_head_dim(query, value) > MAX_CUDA_HEAD_DIM
         and all(options.get(name) is None for name in ("window", "sinks", "softcap"))
         and options["dropout"] == 0
-        and (device != "cuda" or cuda_varlen_problem() is None)
+        and _runs_on_flash_device(query)
         and wide_kernel() is not None
     )
+
+
+def _runs_on_flash_device(query: Tensor) -> bool:
+    """Return whether the device of a call has flash kernels."""
+    device = query.device.type
+    return device in FLASH_DEVICES and (device != "cuda" or cuda_varlen_problem() is None)
 
 
 def _pack_of(

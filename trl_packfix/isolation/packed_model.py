@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
@@ -142,14 +143,14 @@ class PackedModel:
             why_own_attention = (
                 "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
             )
-        note = self._towers.note(base_model(self.model), self._takes_towers, why_own_attention)
+        note = self._towers.note(self._inner, self._takes_towers, why_own_attention)
         self.attention = replace(self.attention, reason=self.attention.reason + note)
         # 3. Begin anew, without a report, repairs or unpacking.
         self.isolation: IsolationReport | None = None
         # A hook of the user may give packs to a module inside a model that gets padded batches, as `pack_forward` does.
         # The guard must then know the boundaries at this module.
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
-        self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
+        self._guard = PackedForwardGuard(self._inner, modules_of_hooks)
         self._search: RepairSearch | None = None
         self._unpacked: ModelHooks | None = None
 
@@ -157,6 +158,11 @@ class PackedModel:
         """Forget which degrees were proved, and whether the feature was: proofs hold for one attention only."""
         self.feature_is_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
+
+    @property
+    def _inner(self) -> PreTrainedModel:
+        """The transformers model inside PEFT."""
+        return base_model(self.model)
 
     @property
     def _takes_towers(self) -> bool:
@@ -192,9 +198,9 @@ class PackedModel:
             KernelError: no attention kernel computes this model.
         """
         self.attach_packed_attention()
-        gather_lm_head_with_model(base_model(self.model))  # for ZeRO-3; the next lines are for FSDP2
+        gather_lm_head_with_model(self._inner)  # for ZeRO-3; the next lines are for FSDP2
         if self._head_hook is None:  # the engine may have sharded the model since `attach_packed_attention`
-            self._head_hook = unshard_lm_head(base_model(self.model))
+            self._head_hook = unshard_lm_head(self._inner)
         attention_before = self.attention
         report = self._judge_packs(wrapped)
         self.isolation = report
@@ -251,7 +257,7 @@ class PackedModel:
         name = self.attention.name
         if "flash" in name and name != self.attention.previous:
             suspects.append(name)
-        if self._towers.has_attention(base_model(self.model)):
+        if self._towers.has_attention(self._inner):
             suspects.append(self._towers.attention_name)
         for kernel in suspects:
             if report.passed:
@@ -356,7 +362,7 @@ class PackedModel:
         reason = self._reason_against_sharing()
         # Attention that looks up shared keys cannot drop weights. The probe, which runs without dropout, would not
         # fail.
-        rates = dropped_weights(text_config(base_model(self.model)))
+        rates = dropped_weights(text_config(self._inner))
         if reason is None and rates:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
@@ -374,7 +380,7 @@ class PackedModel:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
             return "these modules are repaired: " + "; ".join(str(repair) for repair in self.repaired)
-        if self.attention.name != ATTENTION_NAME and has_attention(base_model(self.model)):
+        if self.attention.name != ATTENTION_NAME and has_attention(self._inner):
             return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
         return None
 
@@ -411,7 +417,7 @@ class PackedModel:
                     str(self.dtype),
                     hook_names,
                 )
-                report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
+                report = self.recall(wrapped, run_probe, model=self._inner, case=case)
         agree_on_ranks((report.isolated, report.equal))  # raises if they differ
         return replace(report, repaired=self.repaired)
 
@@ -421,7 +427,7 @@ class PackedModel:
         A model may need its own attention, because the masks that it makes may hold more than boundaries.
         """
         # The name under which the model's own attention runs on packs
-        own_name = own_in_packs(base_model(self.model), self.attention.previous)
+        own_name = own_in_packs(self._inner, self.attention.previous)
         for name in dict.fromkeys((self.attention.name, own_name)):
             if name != self.attention.name:
                 set_attention(self.model, name)
@@ -482,7 +488,7 @@ class PackedModel:
             return
         set_attention(self.model, tested)
         if self._takes_towers:
-            self._towers.set_attention(base_model(self.model), True)
+            self._towers.set_attention(self._inner, True)
         warnings.warn(
             f"attn_implementation={current!r} was set on the model during training, and packs were tested with "
             f"{tested!r}: other attention may ignore the boundaries of documents. {tested!r} is set again. To read "
@@ -502,17 +508,17 @@ class PackedModel:
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.name)
         if self._takes_towers:
-            self._towers.set_attention(base_model(self.model), True)
+            self._towers.set_attention(self._inner, True)
         for hooks in self._hooks:
             hooks.install()
-        self._head_hook = unshard_lm_head(base_model(self.model))
+        self._head_hook = unshard_lm_head(self._inner)
 
     def restore_own_attention(self) -> None:
         """Restore the model as it was before `attach_packed_attention`. Without effect if that was not called."""
         if not self.has_packed_attention:
             return
         self.has_packed_attention = False
-        self._towers.set_attention(base_model(self.model), False)
+        self._towers.set_attention(self._inner, False)
         for hooks in self._hooks:
             hooks.remove()
         if self._head_hook is not None:
@@ -527,7 +533,7 @@ class PackedModel:
             return
         num_documents = batch["cu_seq_lens_q"].numel() - 1
         raise ValueError(
-            f"A pack of {count_of(num_documents, 'document')} came to {type(base_model(self.model)).__name__} "
+            f"A pack of {count_of(num_documents, 'document')} came to {type(self._inner).__name__} "
             f"outside of training and evaluation: there it has its own attention ({self.attention.previous}), which "
             "may ignore document boundaries. Use `trainer.evaluate()`, or `with trainer.packed_model.attending():`."
         )

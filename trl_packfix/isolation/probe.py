@@ -387,7 +387,7 @@ class Probe(ProbedModel):
                 if gradients_alone is None:
                     return None
                 gradient_alone = gradients_alone[0][: len(rows)]
-                scale = gradient_alone.abs().max().item()
+                scale = gradient_alone.abs().max().item()  # not 0: states depend on the embeddings of their tokens
                 # A gradient of 0 in a row that has one alone was not sent back to its rank.
                 is_lost = ((gradient_in_pack == 0).all(-1) & (gradient_alone != 0).any(-1)).any().item()
                 gap = inf if is_lost else (gradient_in_pack - gradient_alone).abs().max().item() / scale
