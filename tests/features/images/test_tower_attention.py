@@ -129,7 +129,7 @@ def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatc
     ids=["memory", "refusal"],
 )
 def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
-    def kernel(*arguments):
+    def kernel(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(tower_attention, "flash_on_cuda", kernel)

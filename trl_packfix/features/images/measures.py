@@ -11,6 +11,7 @@ rows are measured again, in full.
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -40,12 +41,25 @@ from .processor import RowProcessor, with_images
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL = (
-    16  # one row of so many is processed in full, and compared with the numbers from the sizes of its images
-)
+CHECK_INTERVAL = 16
+"""One row of so many is processed in full, and compared with the numbers that the sizes of its images give."""
+
 # The columns of measured rows: the type of each, and its value in a bad row. `RowProcessor.measure_row` makes the
-# values. Planning finds documents with a common beginning by `tokens`, `spans` (first token of each image and the token
-# behind it, one after the other) and `contents` (hashes of images).
+# values of a row with T tokens:
+#
+#     length             T
+#     trained            number of labels behind the first token that are not -100
+#     first_is_labelled  whether the first label is not -100
+#     image_stop         the token behind the last image; 0 without an image
+#     image_count        number of images
+#     image_values       number of pixel values in all sequences of the vision tower
+#     image_squares      sum over these sequences of the square of the number of pixel values
+#     tokens             the tokens, (T,)
+#     is_target          which labels are not -100, (T,)
+#     spans              first token of each image and the token behind it, one after the other
+#     contents           a hash of the pixels of each image, by which planning finds equal beginnings of documents
+#     digest             a hash of the row, by which a cache sees that it has changed
+#     differs            whether the row was measured in both ways with different results
 KINDS: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("length", "trained"), (Value("int64"), 0)),
     "first_is_labelled": (Value("bool"), False),
@@ -74,7 +88,7 @@ class ProcessedImages(Recipe):
 
     process: RowProcessor
     rule: TurnRule | None = None  # decides which turns are trained; None if a sample is a row
-    check_interval: int = 1  # one row of so many is processed in full; for all further rows, one image of each size is
+    check_interval: int = 1  # one row of so many is processed in full, and all others by the sizes of their images
     # The values of a row that cannot be processed
     bad: ClassVar[Mapping[str, object]] = {name: value for name, (_, value) in KINDS.items()}
 
@@ -87,27 +101,31 @@ class ProcessedImages(Recipe):
         """Return the measures of a row or, with a rule, of each of its trained turns."""
         rule = self.rule
         if rule is None:
-            return [self._measure_rows(row, row_index)]
+            return [self._measure_document(row, row_index)]
 
         def measure_turn(conversation: Conversation, turn: int) -> Sample:
-            return self._measure_rows(rule.row_of_turn(conversation, turn, self.process.processor), row_index)
+            return self._measure_document(rule.row_of_turn(conversation, turn, self.process.processor), row_index)
 
         selection = rule.select_turn(Conversation.from_row(row, images_of(row)))
         return samples_of_turns(selection, measure_turn, row)
 
-    def _measure_rows(self, row: Row, number: int) -> Sample:
-        """Measure one document: in full in every `check_interval`-th row, otherwise by the sizes of its images."""
+    def _measure_document(self, row: Row, row_index: int) -> Sample:
+        """Measure one document: in full in every `check_interval`-th row, otherwise by the sizes of its images.
+
+        Args:
+            row: the row of the dataset, or the row of one of its turns.
+            row_index: the index of the row in the dataset.
+        """
         # Reading the row decodes its images, so a missing or broken image raises an error here
         row = with_images(row)
         by_size = None
         if self.check_interval > 1:
-            try:
+            with suppress(Exception):  # processing the row in full raises the error that the user should read
                 by_size = self.process.by_size.measure_row(row)
-            except Exception:  # processing the row in full raises the error that the user should read
-                by_size = None
-        if by_size is not None and number % self.check_interval:
-            return Sample(by_size)
+            if by_size is not None and row_index % self.check_interval:
+                return Sample(by_size)
         in_full = self.process.measure_row(row)
+        # If only the measuring by size has failed, the numbers differ, too, and all rows are measured in full
         return Sample(in_full | {"differs": self.check_interval > 1 and by_size != in_full})
 
 
@@ -143,11 +161,12 @@ def measure(
         )
 
     def measure_rows(check_interval: int) -> Dataset:
+        """Measure all rows, or return the cached table if rows, processor and the code of both are the same."""
         return dataset.map(
             HashedMapFunction(columns_of_batch, users_code=hash_modules_of(process.processor)),
             with_indices=True,
             batched=True,
-            batch_size=1,
+            batch_size=1,  # batches, because a row may become several; of one row, because images need much memory
             fn_kwargs={"recipe": ProcessedImages(process, rule, check_interval)},
             remove_columns=dataset.column_names,
             features=features_of(rule),
@@ -162,7 +181,10 @@ def measure(
         logger.warning(
             "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
             "first is row %d. The processor runs on every row instead, which takes longer.",
-            *(len(differs), -(-len(measures) // CHECK_INTERVAL), name, differs[0]),
+            len(differs),
+            -(-len(measures) // CHECK_INTERVAL),
+            name,
+            differs[0],
         )
         measures = measure_rows(1)
     bad = bad_row_mask(measures)
@@ -196,7 +218,8 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
         for example in examples:
             images = [example["image"]] if "image" in example else example["images"]
             messages = prepare_multimodal_messages(example["messages"], images=images)
-            selection = self.rule.select_turn(Conversation(messages, 0, {"chat_template": self.chat_template}))
+            conversation = Conversation(messages, num_prompt=0, arguments={"chat_template": self.chat_template})
+            selection = self.rule.select_turn(conversation)
             text, spans = self.rule.spans(selection, self.processor)
             # The template reads the parts from the first message.
             first_message, *later_messages = example["messages"]

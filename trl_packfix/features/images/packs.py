@@ -1,4 +1,4 @@
-"""Say how packs with images are proved on a model, and how a model is trained if documents leak in its packs."""
+"""Choose the probe that tests packs with images on a model, and the way to train a model that fails this test."""
 
 from typing import Any
 

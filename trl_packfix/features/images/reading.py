@@ -56,13 +56,13 @@ class ImageReading(TextReading):
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
         self.process = row_processor(trainer.data_collator, self.args.per_turn)
-        self.compare = self.process.compare
+        self.compare = self.process.compare  # documents -> their tokens, with a number for the content of each image
         inner = base_model(trainer.model)
-        model_class = type(inner.base_model)
+        model_class = type(inner.base_model)  # the class below the LM head, which has the method for M-RoPE positions
         rope_index = RopeIndex(model_class, inner.config) if hasattr(model_class, "get_rope_index") else None
         self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
         self.feature = self.examples.feature
-        self.tower = vision_tower(inner) or nn.Module()
+        self.tower = vision_tower(inner) or nn.Module()  # a model without a known tower has one without parameters
 
     def make_reader(self, dataset: Dataset, name: str) -> RowReader:
         """Return the reader of a table. A table without images that is tokenised is read as text."""
@@ -86,25 +86,25 @@ class ImageReading(TextReading):
         )
 
     def first_stream_row(self, dataset: IterableDataset) -> str:
-        """Return a hash of the first row of a stream, which tells rows apart."""
-        rows, reading = self.stream_rows().open_stream(dataset)
-        return hashlib.sha256(repr(reading.encode_row(next(iter(rows)))).encode()).hexdigest()
+        """Return a hash of the first row of a stream, by which ranks see whether they read the same one."""
+        stream, rows = self.stream_rows().open_stream(dataset)
+        return hashlib.sha256(repr(rows.encode_row(next(iter(stream)))).encode()).hexdigest()
 
     def read_whole_stream(self, dataset: IterableDataset) -> Dataset:
         """Read a whole finite stream into a table in memory, with its images as they are stored in files."""
         if self._is_tokens(dataset):
             return super().read_whole_stream(dataset)
-        rows, reading = self.stream_rows().open_stream(dataset)
+        stream, stream_rows = self.stream_rows().open_stream(dataset)
         value_columns = (self.args.weight_column, self.args.source_column)
         texts_and_values = []
         images = []
-        for row in rows:
-            encoded = reading.encode_row(row)
+        for row in stream:
+            encoded = stream_rows.encode_row(row)
             images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])
             texts_and_values.append(encoded | {name: row[name] for name in value_columns if name and name in row})
         if not images:
             refuse_empty()
-        image_table = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=reading.mode)]}))
+        image_table = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=stream_rows.mode)]}))
         return concatenate_datasets([Dataset.from_list(texts_and_values), image_table], axis=1)
 
     def document_costs(self, costs: CostModel) -> CostModel:
@@ -114,9 +114,9 @@ class ImageReading(TextReading):
         return with_tower(costs, model.config, type(model), is_trained=is_trained)
 
     def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor:
-        """Return the FLOPs of a forward of the vision tower on a batch."""
-        image_sizes = sequence_sizes(inputs).to(dtype)
-        return costs.tower(image_sizes, image_sizes**2).sum()
+        """Return the FLOPs of a forward of the vision tower on a batch, a scalar of this dtype."""
+        sizes = sequence_sizes(inputs).to(dtype)  # pixel values of each image or tile
+        return costs.tower(sizes, sizes**2).sum()  # attention grows with the square
 
     def pack_content(self) -> PackedImages:
         """Return the object that adds images to the batch of a pack.
@@ -124,7 +124,8 @@ class ImageReading(TextReading):
         If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
         """
         accelerator = self._trainer.accelerator
-        # Only DDP that looks for unused parameters lets a rank skip the vision tower
+        # `DDP` is the distributed types on which DDP runs. Only DDP that looks for unused parameters lets a rank skip
+        # the vision tower
         may_skip_tower = accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
         needs_image = accelerator.num_processes > 1 and not may_skip_tower
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
@@ -150,7 +151,8 @@ class ImageReading(TextReading):
         if not is_sharded or accelerator.num_processes == 1:
             return
         stops = reader.image_stops  # for each row the token behind its last image, 0 without an image
-        if stops is None or stops.all() or not stops.any():  # all rows have an image, or none has one
+        # Of a table of text there are no stops. Otherwise all rows may have an image, or none of them
+        if stops is None or stops.all() or not stops.any():
             return
         raise ValueError(
             f"{(stops == 0).sum()} of {len(stops)} rows of an evaluation set have no image, and it is evaluated in "
@@ -197,7 +199,8 @@ def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool
     """
     set_pad_token_by_text(plain_tokenizer(collate.processor))
     if per_turn:
-        # TRL has set the loss by the columns of the dataset. A turn becomes a prompt and a completion only later.
+        # A turn is given to the collator as a prompt and a completion. TRL has chosen the loss by the columns of the
+        # dataset, which has messages
         collate = replace(collate, completion_only_loss=True)
     return RowProcessor(collate)
 
@@ -213,7 +216,8 @@ def measure_rows(
         name: how messages name the dataset.
         args: the config of the run.
         for_training: whether it is the training set. With `bad_rows="drop"` its bad rows become documents without
-            tokens, which are later dropped and counted. With `per_turn` it is checked for suspicious turns.
+            tokens, which are later dropped and counted. With `per_turn`, warnings are logged if turns do not end, or
+            if the chat template strips nothing from earlier turns.
 
     Returns:
         The reader of the documents; with `per_turn`, each turn is a document.
@@ -223,14 +227,14 @@ def measure_rows(
     if rule is not None:
         check_conversations(dataset, name)
     with main_process_first():
-        drops_rows = drops or rule is not None
-        measures = measure(dataset, process, name, drops=drops_rows, num_proc=args.dataset_num_proc, rule=rule)
+        keeps_bad_rows = drops or rule is not None  # with a rule, `count_turns` refuses them below
+        measures = measure(dataset, process, name, drops=keeps_bad_rows, num_proc=args.dataset_num_proc, rule=rule)
     if rule is None:
         return ImageRows(dataset, process, measures)
     counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
     reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if for_training:
-        # Warnings look at the first row that trains a token
+        # Warnings look at the first turn that trains a token, which is one row of `measures`
         first_rows = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
         first_documents = [reader.read(row, 0, int(reader.lengths[row])) for row in first_rows]
         warn_if_turns_do_not_end(first_documents, name, process.processor, setting="per_turn")

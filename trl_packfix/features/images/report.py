@@ -11,7 +11,7 @@ import numpy as np
 from ...data.epochs import EpochPlanner
 from ...planning.schedule import imbalance
 
-if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
+if TYPE_CHECKING:  # the module needs torch, and `trl-packfix plan` makes reports without torch
     from ...data.stream import PackedStream, StreamCounts
 
 
@@ -41,8 +41,9 @@ class ImageNumbers:
         assert counts is not None, "the documents have no images"
         schedule = planner.schedule(0)
         costs = planner.image_costs
+        # A slot is the place of one pack in the schedule. A few slots may stay without documents
         has_pack = np.diff(schedule.offsets) > 0
-        images_of_packs = schedule.slot_sums(counts).ravel()[has_pack]  # a slot is the place of one pack
+        images_of_packs = schedule.slot_sums(counts).ravel()[has_pack]
         section = cls(
             num_images=int(counts.sum()),
             num_documents=int((counts > 0).sum()),
@@ -55,6 +56,7 @@ class ImageNumbers:
         return replace(
             section,
             tower_share=float(costs.sum() / (costs.sum() + language_costs.sum())),
+            # `synchronisation`: whether ranks wait for each other after a micro-batch, or only after an optimizer step
             tower_imbalance=imbalance(schedule, costs, planner.packing.synchronisation),
             language_imbalance=imbalance(schedule, language_costs, planner.packing.synchronisation),
         )
@@ -81,7 +83,7 @@ class ImageNumbers:
         return f"; of the language model alone {self.language_imbalance:.3f}, {tower}"
 
     def line(self) -> str:
-        """Return the text of the line on images."""
+        """Return the text of the line on images. Of a stream without images so far it has only the limits."""
         tower = "cost not known, so not balanced"
         if self.tower_share is not None:
             tower = f"{self.tower_share:.1%} of the modelled FLOPs"

@@ -11,8 +11,8 @@ Words:
                  one image with one span.
     values       the numbers in a processed image (pixels), which the vision tower reads.
     turn         one answer of the assistant in a conversation. With `per_turn` each turn makes a document.
-    run          the tokens of a document that have rows of their own in the pack: all tokens, or the tokens behind a
-                 beginning that the document shares (`features/prefixes`).
+    row          a row of the table of measures: a row of the dataset or, with `per_turn`, a turn. A *span* is the range
+                 of its tokens that a document has: all of them, or a fragment of a long row.
 """
 
 from functools import cached_property
@@ -28,18 +28,19 @@ from ...samples.conversation import Conversation, images_of
 from ...samples.row import MAX_ROWS_NAMED, ROW_COLUMN, TURN_COLUMN, PerTurnCounts
 from ...samples.turns import TurnRule
 from .processor import IMAGES_FROM, RowProcessor
+from .report import ImageNumbers
 
 
 class ImageRows(RowReader):
-    """Reader of R documents with images. Lengths and labels come from the measures, pixels from the processor.
+    """Reader of R rows with images. Lengths and labels come from the measures, pixels from the processor.
 
     Args:
         dataset: the rows as the user gave them. Images are decoded when a row is read. For a stream it is a list of
             rows with encoded images.
         process: makes the document of a row or of a turn.
-        measures: the table of measures, with R rows, one for each document.
-        turns: counts of the turns, if each document is a turn.
-        rule: which turns make documents; None if each row is one document.
+        measures: the table of measures, with R rows.
+        turns: counts of the turns, if each row is a turn.
+        rule: which turns become rows; None if each row of the dataset is one row.
     """
 
     cuts_anywhere = False
@@ -59,13 +60,14 @@ class ImageRows(RowReader):
         self._dataset = dataset
         self._process = process
         self._table = measures
-        self.compare = process.compare
+        self.compare = process.compare  # documents -> their tokens, with a number for the content of each image
         table = self._columns
         is_per_turn = ROW_COLUMN in measures.column_names
         self.conversations = table[ROW_COLUMN].to_numpy() if is_per_turn else None
         self._turns: Int64Array | None = table[TURN_COLUMN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
-        # Of each row, the number of labels behind its first token, and whether its first token has a label
+        # Of each row, the number of labels behind its first token, and whether its first token has a label. The first
+        # is apart, because no token predicts it: a document that begins with its row does not train it
         self._num_trained: Int64Array = table["trained"].to_numpy()
         self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
         self.image_stops = table["image_stop"].to_numpy()
@@ -91,19 +93,18 @@ class ImageRows(RowReader):
 
     @property
     def comparison_reader(self) -> TokenReader:
-        """A reader of the tokens of all rows, in which the first token of an image stands for its content."""
-        # The first token of each image becomes a number that stands for the content of the image. So two documents have
-        # equal tokens only if their images are equal, too
-        tokens = self._columns["tokens"].combine_chunks()
-        flat_tokens = tokens.flatten().to_numpy().copy()
-        row_stops = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
-        row_starts = np.concatenate([[0], row_stops[:-1]])[: len(row_stops)]
+        """A reader of the tokens of all rows, in which the first token of each image is a number for its content.
+
+        So two documents have equal tokens only if their images are equal, too. The numbers begin behind all token ids.
+        """
+        flat_tokens = self._columns["tokens"].combine_chunks().flatten().to_numpy().copy()
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])  # of the rows in `flat_tokens`, (R + 1,)
+        # Hashes of the contents of all images, one for each entry of `_image_spans`
         contents = self._columns["contents"].combine_chunks().flatten().to_pylist()
         numbers: dict[bytes, int] = {}
         content_numbers = [IMAGES_FROM + numbers.setdefault(content, len(numbers)) for content in contents]
         row, first, _ = self._image_spans
-        flat_tokens[row_starts[row] + first] = content_numbers
-        offsets = pa.array(np.concatenate([[0], row_stops]), pa.int64())
+        flat_tokens[offsets[row] + first] = content_numbers
         return TokenReader(Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, flat_tokens)})))
 
     def find_cuts(self, row: int, max_length: int) -> list[int] | None:
@@ -118,7 +119,8 @@ class ImageRows(RowReader):
         """
         # First find the range of tokens around each image in which the row is not cut
         row_of_span, first, stop = self._image_spans
-        spans_of_row = slice(*np.searchsorted(row_of_span, [row, row + 1]))
+        first_span, stop_span = np.searchsorted(row_of_span, [row, row + 1])
+        spans_of_row = slice(first_span, stop_span)
         tokens, _ = self.tokens(row)
         is_special = np.isin(tokens, self._process.special_tokens)
         first = first[spans_of_row]
@@ -139,7 +141,8 @@ class ImageRows(RowReader):
                 range_start -= 1
             while range_stop < highest and is_special[range_stop]:
                 range_stop += 1
-            # If there are only special tokens between two images, each image gets a half of them
+            # If there are only special tokens between two images, each image gets a half of them; of an odd number, the
+            # second image gets one more
             if range_start == lowest > 0:
                 range_start = image_first - (image_first - lowest + 1) // 2
             if range_stop == highest < len(tokens):
@@ -149,6 +152,7 @@ class ImageRows(RowReader):
         edges = [0]
         while edges[-1] < len(tokens):
             edge = min(edges[-1] + max_length, len(tokens))
+            # Inside the range of an image, cut before the range
             edge = min((low for low, high in uncut_ranges if low < edge < high), default=edge)
             if edge <= edges[-1]:
                 return None
@@ -171,10 +175,8 @@ class ImageRows(RowReader):
             )
         return documents.drop(is_too_long, "overlong")
 
-    def report_section(self, planner: Any) -> Any:
+    def report_section(self, planner: Any) -> ImageNumbers:
         """Return the section of a report on the images of a table."""
-        from .report import ImageNumbers  # here, because planning imports this module
-
         return ImageNumbers.of_table(planner)
 
     def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
@@ -184,8 +186,9 @@ class ImageRows(RowReader):
         row had one size.
         """
         row_of_span, first, image_stop = self._image_spans
-        # Number the tokens of the table, `stride` numbers for each row, so that a binary search finds images: for each
-        # span from `first_inside` to `stop_inside`, and for the row of the span from `first_of_row` to `stop_of_row`
+        # Token t of row r gets the number r * stride + t, and these numbers rise from row to row. So a binary search
+        # finds the images between two tokens: in each span the images `first_inside` to `stop_inside - 1`, and in the
+        # row of the span the images `first_of_row` to `stop_of_row - 1`
         stride = int(self.lengths.max(initial=0)) + 1
         first_places = row_of_span * stride + first
         first_inside = np.searchsorted(first_places, row * stride + start)
@@ -193,24 +196,24 @@ class ImageRows(RowReader):
         first_of_row = np.searchsorted(first_places, row * stride)
         stop_of_row = np.searchsorted(first_places, (row + 1) * stride)
         num_inside = stop_inside - first_inside
-        share = num_inside / np.maximum(stop_of_row - first_of_row, 1)  # of the images of the row
+        share_inside = num_inside / np.maximum(stop_of_row - first_of_row, 1)  # images of the span / images of its row
         has_images = num_inside > 0
-        # An entry behind the last image, for spans without images
+        # Append an entry, because a span without images may read behind the last image. What it reads is not used
         first = np.append(first, 0)
         image_stop = np.append(image_stop, 0)
         return {
-            "image_values": np.rint(self.image_values[row] * share).astype(np.int64),
-            "image_squares": np.rint(self.image_squares[row] * share).astype(np.int64),
-            "image_count": np.rint(self.image_counts[row] * share).astype(np.int64),
-            "image_start": np.where(has_images, first[np.minimum(first_inside, len(first) - 1)] - start, 0),
+            "image_values": np.rint(self.image_values[row] * share_inside).astype(np.int64),
+            "image_squares": np.rint(self.image_squares[row] * share_inside).astype(np.int64),
+            "image_count": np.rint(self.image_counts[row] * share_inside).astype(np.int64),
+            "image_start": np.where(has_images, first[first_inside] - start, 0),
             "image_stop": np.where(has_images, image_stop[stop_inside - 1] - start, 0),
         }
 
     def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
         """Shorten the common beginnings that end inside an image, see `RowReader`."""
-        # The run of a document begins with the last common token, which predicts the first token that is not common. It
-        # must not begin inside an image, but may begin with the first token of an image. So the common tokens then end
-        # behind the first token of this image
+        # The last common token is not shared, because it predicts another token in each document. With it begins what
+        # the pack has of the document, which must not begin inside an image. For example, an image is the tokens 5 to
+        # 8, and 7 tokens are common. Then token 6 would come first. If 6 tokens are called common, it is token 5
         row_of_span, first, stop = self._image_spans
         if not len(row_of_span):
             return common
@@ -224,7 +227,8 @@ class ImageRows(RowReader):
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         """Return the number of labels of each span that are not -100, shape (N,)."""
-        # The measures give the labels of a span that begins with one of the first two tokens and ends with its row
+        # The measures give the labels of a span that begins with one of the first two tokens and ends with its row:
+        # those behind the first token and, if it begins with the first token, the first label
         ends_with_row = stop == self.lengths[row]
         counts = (start == 0) * self._first_is_labelled[row] + ends_with_row * self._num_trained[row]
         # Read and count the labels of any other span, unless it has only the first token of its row or none
@@ -243,7 +247,7 @@ class ImageRows(RowReader):
 
     def row(self, row: int) -> dict[str, Any]:
         """Return the columns of a document, unprocessed: a row of the dataset, or a turn with the images up to it."""
-        if self.conversations is None or self._turns is None or self._rule is None:
+        if self.conversations is None or self._turns is None or self._rule is None:  # all three, or none of them
             return dict(self._dataset[row])
         dataset_row = self._dataset[int(self.conversations[row])]
         conversation = self._rule.select_turn(Conversation.from_row(dataset_row, images_of(dataset_row))).conversation

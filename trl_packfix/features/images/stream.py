@@ -7,8 +7,8 @@ processed images would need too much memory. So each row passes through three st
    it has, and where its images are. `StreamReader` (`data/stream_reader.py`) calls it.
 2. The document waits in `PackedStream` (`data/stream.py`) with the row itself: text, and images as they are stored in
    files.
-3. `StreamImages.finish`, in the last data loader, decodes the images of a document and runs the processor. It must give
-   the same tokens as in the first stage.
+3. When the batch of its pack is made, `StreamImages.finish` decodes the images of a document and runs the processor. It
+   must give the same tokens as in the first stage.
 """
 
 import json
@@ -49,8 +49,7 @@ class EncodedRow:
     images: tuple[EncodedImage, ...]  # all images of the row
     start: int  # first token of the document in the row
     stop: int  # the token behind the last token of the document in the row
-    # Number of images in the document, number of their values that the vision tower reads, and sum of squares of the
-    # number of values of each image
+    # `image_count`, `image_values` and `image_squares` of the document, see `KINDS` in `measures.py`
     counts: tuple[int, int, int]
 
     @property
@@ -61,7 +60,7 @@ class EncodedRow:
 
 @dataclass
 class StreamImages(StreamRows):
-    """Makes documents of rows that have images."""
+    """Makes documents of the rows of a stream with images."""
 
     process: RowProcessor
     text_field: str = "text"  # column of plain text
@@ -70,8 +69,8 @@ class StreamImages(StreamRows):
     mode: str | None = None  # mode of PIL to which the dataset converts images; None leaves them as they are
     chunk: ClassVar[int] = CHECK_INTERVAL
     finishes: ClassVar[bool] = True
-    # One of so many rows is processed in full when it is measured, to check the other rows, whose measures follow from
-    # the sizes of their images. 1 processes every row in full
+    # One row of so many is processed in full when it is measured, all others by the sizes of their images. 1 processes
+    # every row in full
     _check_interval: int = field(init=False, default=CHECK_INTERVAL)
 
     def __post_init__(self) -> None:
@@ -88,10 +87,10 @@ class StreamImages(StreamRows):
         A dataset without features cannot leave images encoded. Its images are as its generator yields them.
         """
         dataset = dataset.with_format(None)
-        mode = None
         if dataset.features is None:
             return dataset, replace(self, mode=None)
-        for name in IMAGES:
+        mode = None
+        for name in IMAGES:  # the columns `images` and `image`, of which a stream has one
             feature = dataset.features.get(name)
             # The feature of a column of lists contains the feature of an image
             while feature is not None and not isinstance(feature, Image):
@@ -103,10 +102,10 @@ class StreamImages(StreamRows):
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
     ) -> tuple[list[dict[str, Any]], Documents, np.ndarray | None]:
         """Measure some rows, cut them to documents, and return these with their encoded images, see `StreamRows`."""
-        # First measure the rows
+        # First measure the rows. `measures` has a value per row in each column, with `rule` a value per turn
         rows = [self.encode_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         measures = self._measure_rows(rows)
-        if self._check_interval > 1 and any(measures["differs"]):
+        if any(measures["differs"]):  # only if rows are measured by the sizes of their images
             logger.warning(
                 "A row of the stream has another length than the sizes of its images give. The processor runs on every "
                 "image from here on, which takes longer."
@@ -123,7 +122,8 @@ class StreamImages(StreamRows):
                 'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
             )
         # Then cut the rows to documents
-        table_of_measures = Dataset(pa.table(measures, schema=features_of(self.rule).arrow_schema), fingerprint="chunk")
+        columns = pa.table(measures, schema=features_of(self.rule).arrow_schema)
+        table_of_measures = Dataset(columns, fingerprint="chunk")  # a fixed one, so that `datasets` computes no hash
         reader = ImageRows(rows, self.process, table_of_measures, rule=self.rule)
         spans = make_documents(reader, packing.max_length, packing.overlong, may_be_empty=True)
         # Finally make each document with its tokens and its encoded row
@@ -132,9 +132,9 @@ class StreamImages(StreamRows):
         documents = []
         for row, start, stop, *counts in zip(*span_columns, strict=True):
             tokens, is_target = reader.tokens(row)
-            columns = reader.row(row)
-            images = tuple(images_of(columns))
-            text = json.dumps({name: value for name, value in columns.items() if name not in IMAGES})
+            encoded_row = reader.row(row)
+            images = tuple(images_of(encoded_row))
+            text = json.dumps({name: value for name, value in encoded_row.items() if name not in IMAGES})
             documents.append(
                 {
                     "input_ids": tokens[start:stop].astype(np.int32),
@@ -150,7 +150,7 @@ class StreamImages(StreamRows):
         return text_columns | {"images": [EncodedImage.encode(image, self.mode) for image in images_of(row)]}
 
     def _measure_rows(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-        """Return the measures of some rows by column, with one value for each document."""
+        """Return the measures of some rows by column, with one value for each row or, with `rule`, for each turn."""
         batch = {name: [row[name] for row in rows] for name in rows[0]}
         process = ProcessedImages(self.process, self.rule, self._check_interval)
         return columns_of_batch(batch, [*range(len(rows))], process)
@@ -162,7 +162,7 @@ class StreamImages(StreamRows):
             ValueError: the document has other tokens than when it was read.
         """
         encoded = document.get(ENCODED)
-        if encoded is None:  # the dummy document of a rank without documents
+        if encoded is None:  # the dummy document of two untrained tokens, for a rank without documents
             return document
         row = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
         processed = self.process.cut(row, encoded.start, encoded.stop)
@@ -191,7 +191,7 @@ class StreamImages(StreamRows):
         return ImageNumbers.of_stream(stream, counts)
 
     def encode(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the rows of documents. An image that several documents have is saved once.
+        """Return the rows of documents for a saved state. An image that several documents have is saved once.
 
         Returns:
             The row of each document; and `images`: the numbers of the images of each document, and the path, the mode,
@@ -216,7 +216,7 @@ class StreamImages(StreamRows):
         return {ENCODED: encoded_rows, "images": saved_images}
 
     def decode(self, state: dict[str, Any]) -> dict[str, list[Any]]:
-        """Return the encoded rows of documents, from the entries that `encode` has made."""
+        """Return the encoded rows of documents, from the entries that `encode` has made for a saved state."""
         if ENCODED not in state:  # no document was waiting
             return {}
         saved_images = state["images"]

@@ -1,11 +1,12 @@
 """The attention implementation `packfix_flash_tower`, for vision towers that compute all images of a pack in one row.
 
 With `sdpa` such towers call attention once per image, or once per window of an image, and read the lengths of the
-images on the host in every layer. To flash attention they pass the boundaries of all images in one call. For
-transformers, every attention with "flash" in its name is flash attention. So this implementation gets the boundaries:
+images on the host in every layer. To flash attention they pass the boundaries of all images in one call. transformers
+knows flash attention by its name, which contains "flash". So the name of this implementation contains it, to get the
+boundaries, and then it computes with:
 
     CUDA   FlashAttention-2 as built into torch, not causal: one call per layer, and the host reads nothing
-    other  F.scaled_dot_product_attention, with images of one length, or windows of one length, as rows of a batch
+    other  F.scaled_dot_product_attention: images (or windows) of equal length are rows of one batch
 
 The implementation is set on the config of the tower (`towers.py`). A call without boundaries gives the result
 of `sdpa`.
@@ -69,20 +70,23 @@ def tower_attention(
         The output (1, T, H, D), and None in place of the attention weights.
 
     Raises:
-        TowerAttentionError: the call is causal, has several rows, softcap or sinks, or the kernel refuses it.
+        TowerAttentionError: the call is causal, has several rows, a cache, softcap, sinks or a position bias, or the
+            kernel refuses it.
     """
     bounds = kwargs.get("cu_seq_lens_q")
+    # A mask may hide more than other images do, so `sdpa` computes it
     if bounds is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", False)
+    # `s_aux` is what transformers calls attention sinks
     problems = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if is_causal:
         problems.append("is_causal")
     if query.shape[0] != 1:
         problems.append("several rows")
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2]:  # keys of earlier calls come before these
         problems.append("a cache")
     if problems:
         raise TowerAttentionError(
@@ -91,11 +95,11 @@ def tower_attention(
         )
     query, key, value = cast_for_autocast(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if runs_flash(query, value, None, dropout=dropout) and query.dtype in CUDA_DTYPES:
+    if runs_flash(query, value, softcap=None, dropout=dropout) and query.dtype in CUDA_DTYPES:
         longest = kwargs["max_length_q"]
-        kernel = CudaKernel((bounds, bounds), (longest, longest), None, scale, is_causal=False)
+        kernel = CudaKernel((bounds, bounds), (longest, longest), window=None, scale=scale, is_causal=False)
         try:
-            out = flash_on_cuda(query, key, value, None, kernel)
+            out = flash_on_cuda(query, key, value, sinks=None, kernel=kernel)
         except RuntimeError as error:
             if is_device_error(error):
                 raise

@@ -1,8 +1,9 @@
 """Hooks on the vision towers and the decoder of a model while it takes packs with images.
 
-A `PackedForwardGuard` (`attention/forwards.py`) installs them with its own hooks. They keep the boundaries of the text
-from the tower. If ranks share the pack, each rank computes some of the images, the outputs of all ranks are joined, and
-the decoder gets the part of the pack that this rank holds. `parts.py` divides, joins and cuts.
+A `PackedForwardGuard` (`attention/forwards.py`) makes the boundaries of documents known inside of a model that takes
+packs, and installs these hooks with its own. They keep these boundaries from the tower. If ranks share the pack, each
+rank computes some of the images, the outputs of all ranks are joined, and the decoder gets the part of the pack that
+this rank holds. `parts.py` divides, joins and cuts.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ class TowerHooks(ModelHooks):
 
     def _register(self) -> list[RemovableHandle]:
         model = self._guard.model
-        image_towers = find_towers(model)
+        image_towers = find_towers(model)  # a tower may contain another one, such as an encoder below a projector
         outermost = outermost_towers(image_towers)
         decoders = [backbone(model)] if image_towers else []
         handles = [tower.register_forward_pre_hook(_drop_boundaries, with_kwargs=True) for tower in image_towers]
@@ -41,7 +42,8 @@ class TowerHooks(ModelHooks):
         """Return the arguments of a tower: where ranks share the pack, only the images that this rank computes."""
         forward = running_forward()  # the packed forward that runs, with the group of ranks that share the pack
         division = None
-        # If several guards are on this model, only the guard that made the packed forward divides its images.
+        # `entered_forward` is the packed forward that this guard has made. If several guards are on a model, the others
+        # have None, so the images are divided once.
         if forward is not None and forward is self._guard.entered_forward:
             args, kwargs, division = divide_tower_inputs(args, kwargs, forward.group)
         self._divisions.append(division)
@@ -49,8 +51,9 @@ class TowerHooks(ModelHooks):
 
     def _join_outputs(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """Return the output of a tower on all images of the pack, from its output on the images of each rank."""
-        # torch calls this hook even if a pre-hook raised. Then the list may be empty. If the forward of the tower
-        # raised, its output is None.
+        # Towers that are divided are not inside of each other, so the last division belongs to this call. torch calls
+        # this hook even if a pre-hook raised. Then the list may be empty. If the forward of the tower raised, its
+        # output is None.
         division = self._divisions.pop() if self._divisions else None
         if division is None or output is None:
             return output
@@ -58,9 +61,9 @@ class TowerHooks(ModelHooks):
 
 
 def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Remove the boundaries of the text from the arguments of a tower.
+    """Remove the boundaries of documents (`cu_seq_lens_q` and so on) from the arguments of a tower.
 
-    A tower has boundaries of its own with equal names, the boundaries of images.
+    A tower passes boundaries of images to its attention under the same names.
     """
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
@@ -70,5 +73,6 @@ def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     forward = running_forward()
     if forward is None or forward.group.is_alone:
         return None
+    # Boundaries are of the whole pack on all ranks
     inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
     return args, kwargs | cut_to_part(inputs, forward.part_tokens, forward.group.rank)

@@ -24,11 +24,19 @@ class Towers(TowerSupport):
     attention_name = TOWER_ATTENTION
 
     def make_hooks(self, guard: Any) -> list[ModelHooks]:
-        """Return the hooks on the towers of the model of a `PackedForwardGuard`."""
+        """Return the hooks on the towers of a model.
+
+        Args:
+            guard: a `PackedForwardGuard`, which holds the model and installs the hooks while it takes packs.
+        """
         return [TowerHooks(guard)]
 
     def set_attention(self, model: PreTrainedModel, takes_packs: bool) -> None:
-        """Set our attention on towers that have `sdpa`, or with `takes_packs=False` set `sdpa` again."""
+        """Set our attention on towers that have `sdpa` (`REPLACED_ATTENTION`), or set `sdpa` again.
+
+        Args:
+            takes_packs: whether the model takes packs from now on.
+        """
         for config in tower_configs(model):
             if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
                 set_config_attention(config, TOWER_ATTENTION if takes_packs else REPLACED_ATTENTION)
@@ -49,10 +57,16 @@ class Towers(TowerSupport):
                 self.set_attention(model, True)
 
     def note(self, model: PreTrainedModel, may_replace: bool, why_not: str) -> str:
-        """Return what the report says about the attention of the towers, as the end of a line; "" for nothing."""
+        """Return what the report says about the attention of the towers, as the end of a line; "" for nothing.
+
+        Args:
+            may_replace: whether our attention may replace the attention of towers.
+            why_not: the reason if it must not.
+        """
         names = {config._attn_implementation for config in tower_configs(model)}
         if may_replace and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
             return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
+        # Towers call every attention without "flash" in its name once per image (`tower_attention.py`)
         slow_names = [name for name in sorted(names) if name is not None and "flash" not in name]
         if not slow_names:
             return ""
