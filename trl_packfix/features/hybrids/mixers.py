@@ -47,13 +47,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ...attention.exchange import HeadExchange, exchange_halo
-from ...attention.packed_forward import PackedForward, once_per_pack
+from ...attention.packed_forward import BOUNDARIES, PackedForward, once_per_pack
 from ...attention.rows import TensorAxes
 from .prefixes import ScanCall, run_levels
 
 # Arguments by which a mixer may give boundaries to its functions. They are dropped, because the replacements use the
 # boundaries of the running forward.
-MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+MIXER_BOUNDARIES = ("cu_seqlens", *BOUNDARIES)
 AXES_OF_TOKENS = TensorAxes(tokens=(1,), batch=0)  # of the tensors of a scan: (rows, tokens, ...)
 
 

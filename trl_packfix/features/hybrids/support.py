@@ -9,7 +9,7 @@ implements. The functions that compute convolutions and recurrences of packs are
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -86,25 +86,20 @@ class HybridMixers(MixerSupport):
 
 MIXERS = HybridMixers()
 
-# By original function, its replacement. It is made once per process and serves all models: a new function would make
-# torch compile the graphs that call it again.
-_replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-
+@cache  # once per process, for all models: a new function would make torch compile the graphs that call it again
 def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the replacement of `function`, which has this name in `MIXER_REPLACEMENTS`.
 
     In a pack the replacement applies `function` to each document separately. Elsewhere it calls `function` unchanged.
     """
-    if function not in _replacements:
-        within_documents = MIXER_REPLACEMENTS[name]
+    within_documents = MIXER_REPLACEMENTS[name]
 
-        # The replacement is not compiled with the model, because how it separates documents depends on the pack.
-        @torch.compiler.disable
-        @wraps(function)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            pack = running_pack()
-            return function(*args, **kwargs) if pack is None else within_documents(function, pack, *args, **kwargs)
+    # The replacement is not compiled with the model, because how it separates documents depends on the pack.
+    @torch.compiler.disable
+    @wraps(function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        pack = running_pack()
+        return function(*args, **kwargs) if pack is None else within_documents(function, pack, *args, **kwargs)
 
-        _replacements[function] = replacement
-    return _replacements[function]
+    return replacement

@@ -72,12 +72,7 @@ def _names_images(dataset: Any, columns: list[str]) -> bool:
     if not any("Json" in text or NAMED_IMAGE.search(text) for text in types):
         return False
     tables = dataset.select_columns(columns).with_format("arrow").iter(1000)
-    return any(_column_names_image(table.column(column)) for table in tables for column in columns)
-
-
-def _column_names_image(values: pa.ChunkedArray) -> bool:
-    """Return whether a message in a column of some rows names an image that is not None."""
-    return any(_contains_name(chunk) for chunk in values.chunks)
+    return any(_contains_name(chunk) for table in tables for column in columns for chunk in table.column(column).chunks)
 
 
 def _contains_name(values: pa.Array) -> bool:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...attention.exchange import exchange_pieces
 from ...group import Group
@@ -57,8 +58,7 @@ class TowerDivision:
         Raises:
             ValueError: the first axis of a tensor in the output does not belong to the rows.
         """
-        leaves, structure = tree_flatten(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             # A tower may return fewer rows than it reads, such as 1 for 4. In the ratio of this rank, the input rows of
             # all ranks must give a whole number of output rows
@@ -88,9 +88,7 @@ class TowerDivision:
             joined.append(torch.cat(rows).to(tensor.dtype))
         # 3. Put the joined tensors into the structure of the output.
         joined_tensors = iter(joined)
-        return tree_unflatten(
-            [next(joined_tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-        )
+        return tree_map_only(Tensor, lambda tensor: next(joined_tensors), output)
 
     def _num_output_rows(self, tensor: Tensor, num_input_rows: int) -> int:
         """Return how many rows of an output tensor belong to some input rows: fewer, if the tower merges patches."""
@@ -157,13 +155,10 @@ def _image_bounds(sizes: list[int], degree: int) -> list[int]:
     >>> _image_bounds([4, 4, 4, 12], 2), _image_bounds([1], 4)
     ([0, 3, 4], [0, 0, 0, 1, 1])
     """
-    num_rows = sum(sizes)
-    first_row = 0.0
-    ranks = []
-    for size in sizes:
-        ranks.append(int((first_row + size / 2) * degree / num_rows))
-        first_row += size
-    return [sum(rank < j for rank in ranks) for j in range(degree + 1)]
+    stops = np.cumsum(sizes)
+    middles = stops - np.array(sizes) / 2
+    ranks = (middles * degree / stops[-1]).astype(int)  # in rising order
+    return np.searchsorted(ranks, range(degree + 1)).tolist()
 
 
 def outermost_towers(towers: list[nn.Module]) -> list[nn.Module]:

@@ -91,6 +91,13 @@ class ImageRows(RowReader):
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
+    def _images_before(self, row: Int64Array, token: Int64Array | int) -> Int64Array:
+        """Return for some tokens, each of a row, how many images of the table begin before it, shape (N,)."""
+        row_of_span, first, _ = self._image_spans
+        # Token t of row r gets the number r * stride + t, and these numbers rise from row to row
+        stride = int(self.lengths.max(initial=0)) + 1
+        return np.searchsorted(row_of_span * stride + first, row * stride + token)
+
     @property
     def comparison_reader(self) -> TokenReader:
         """A reader of the tokens of all rows, in which the first token of each image is a number for its content.
@@ -185,18 +192,12 @@ class ImageRows(RowReader):
         If a span has only some of the images of its row, the values and squares are estimated as if all images of the
         row had one size.
         """
-        row_of_span, first, image_stop = self._image_spans
-        # Token t of row r gets the number r * stride + t, and these numbers rise from row to row. So a binary search
-        # finds the images between two tokens: in each span the images `first_inside` to `stop_inside - 1`, and in the
-        # row of the span the images `first_of_row` to `stop_of_row - 1`
-        stride = int(self.lengths.max(initial=0)) + 1
-        first_places = row_of_span * stride + first
-        first_inside = np.searchsorted(first_places, row * stride + start)
-        stop_inside = np.searchsorted(first_places, row * stride + stop)
-        first_of_row = np.searchsorted(first_places, row * stride)
-        stop_of_row = np.searchsorted(first_places, (row + 1) * stride)
+        _, first, image_stop = self._image_spans
+        first_inside = self._images_before(row, start)  # the first image of each span, if it has one
+        stop_inside = self._images_before(row, stop)
         num_inside = stop_inside - first_inside
-        share_inside = num_inside / np.maximum(stop_of_row - first_of_row, 1)  # images of the span / images of its row
+        num_in_row = self._images_before(row + 1, 0) - self._images_before(row, 0)
+        share_inside = num_inside / np.maximum(num_in_row, 1)
         has_images = num_inside > 0
         # Append an entry, because a span without images may read behind the last image. What it reads is not used
         first = np.append(first, 0)
@@ -217,10 +218,8 @@ class ImageRows(RowReader):
         row_of_span, first, stop = self._image_spans
         if not len(row_of_span):
             return common
-        stride = int(self.lengths.max()) + 1
         last_common = start + common - 1
-        # The last image of the table that begins before the last common token
-        image = np.searchsorted(row_of_span * stride + first, rows * stride + last_common) - 1
+        image = self._images_before(rows, last_common) - 1  # the last one that begins before this token; -1 for none
         is_in_document = (image >= 0) & (row_of_span[image] == rows) & (first[image] >= start)
         is_inside = is_in_document & (last_common < stop[image])
         return np.where(is_inside, first[image] + 1 - start, common)

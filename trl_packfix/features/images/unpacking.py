@@ -6,7 +6,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...attention.models import base_model
 from ...attention.packed_forward import BOUNDARIES
@@ -48,11 +48,7 @@ class UnpackedImages(AroundCalls):
             if row_arguments.get(name) is not None:
                 row_arguments[name] = row_arguments[name][0][token_indices].masked_fill(~mask, 0)
         output = yield (), row_arguments | {"attention_mask": mask.long()}
-
-        def join_states(states: list[Tensor]) -> Tensor:
-            return states[0][mask][None]
-
-        def join_router_logits(logits: list[Tensor]) -> Tensor:
-            return logits[0][mask.flatten()]
-
-        yield join_outputs([output], join_states, join_router_logits)
+        # Select the real tokens of the states and of the logits of routers, of which the batch has one tensor each
+        yield join_outputs(
+            [output], lambda states: states[0][mask][None], lambda router_logits: router_logits[0][mask.flatten()]
+        )

@@ -100,10 +100,19 @@ def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: in
         lengths: tokens of each document, in the same order, shape (M,).
         min_shared: documents that could share fewer rows share none.
     """
-    lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
-    is_copy = (common == lengths) & (common == lengths_before)
-    shared = np.where(is_copy, common, np.maximum(common - 1, 0))
+    shared = np.where(find_copies(common, lengths), common, np.maximum(common - 1, 0))
     return np.where(shared >= min_shared, shared, 0)
+
+
+def find_copies(common: Int64Array, lengths: Int64Array) -> BoolArray:
+    """Return for each sorted document whether its neighbour has the same tokens, shape (M,).
+
+    The arguments are those of `shared_by_neighbours`.
+    """
+    is_copy = common == lengths
+    is_copy[:1] = False  # it has no neighbour
+    is_copy[1:] &= lengths[1:] == lengths[:-1]
+    return is_copy
 
 
 def sort_by_tokens(
@@ -138,9 +147,9 @@ def sort_by_tokens(
         # 2. Sort the groups in which not all keys are equal. A view makes each key one value that is compared as bytes,
         # which for big-endian numbers is the order of the tokens.
         differs = _differs_from_previous(keys)
+        is_same_group = group[1:] == group[:-1]  # as the document before
         is_mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
-        differs_in_group = differs & (group[1:] == group[:-1])
-        is_mixed[group[1:][differs_in_group]] = True
+        is_mixed[group[1:][differs & is_same_group]] = True
         moved = np.flatnonzero(is_mixed[group])
         if len(moved):
             moved_keys = keys[moved]
@@ -150,7 +159,7 @@ def sort_by_tokens(
             differs = _differs_from_previous(keys)
         # 3. Neighbours of a group that now differ have the tokens before their first difference in common. `argmax`
         # finds the first difference.
-        parted = np.flatnonzero(differs & (group[1:] == group[:-1])) + 1
+        parted = np.flatnonzero(differs & is_same_group) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
         # 4. A document has ended if an `END_TOKEN_KEY` behind it was compared, so if it has fewer tokens than `first`.
@@ -309,7 +318,6 @@ def make_pieces(
     new_numbers = np.argsort(by_smallest)  # the inverse permutation
     piece_numbers = new_numbers[np.cumsum(is_first) - 1]
     places = np.argsort(piece_numbers, kind="stable")
-    piece_sizes = np.diff(np.append(starts, len(size)))[by_smallest]
     piece_of_documents = np.zeros(len(lengths), dtype=np.int64)
     piece_of_documents[tokens.order] = piece_numbers
     # 5. Find the pieces with the first copies, and divide the epoch evenly between the copies of a document.
@@ -322,7 +330,7 @@ def make_pieces(
         image_costs=np.add.reduceat(image_costs(tokens.order, shared), starts)[by_smallest],
         targets=np.add.reduceat(trained[tokens.order], starts)[by_smallest],
         order=tokens.order[places],
-        offsets=np.concatenate([[0], np.cumsum(piece_sizes)]),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(piece_numbers))]),
         lengths=size[places],
         shared=shared[places],
         family=family,
@@ -338,10 +346,8 @@ def _number_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array,
         The number of each document among its copies, and the document that is the first copy; both indexed by the
         number of the document, shape (N,).
     """
-    size = lengths[tokens.order]
-    is_copy = np.zeros(len(size), dtype=bool)
-    is_copy[1:] = (size[1:] == size[:-1]) & (tokens.common[1:] == size[1:])
-    place = np.arange(len(size))
+    is_copy = find_copies(tokens.common, lengths[tokens.order])
+    place = np.arange(len(is_copy))
     first_place = np.maximum.accumulate(np.where(is_copy, 0, place))
     copy_number = np.zeros(len(lengths), dtype=np.int64)
     first_copy = np.arange(len(lengths))
@@ -377,12 +383,14 @@ def _cut_families(
     # The last token predicts nothing, so the collator gives a document no run if no other row is its own
     keys = np.where(own_rows > 1, lengths, 0)
     # The first document of a piece shares no rows, so it adds all of its rows and keys. A piece is never empty.
-    stops = np.minimum(
-        find_stops(own_rows, max_rows, extra_of_first=shared),
-        find_stops(keys, KEYS_PER_CAPACITY * max_rows, extra_of_first=lengths - keys),
-    )
-    stops = np.minimum(stops, find_stops(trained, TARGETS_PER_CAPACITY * max_rows, extra_of_first=0))
-    stops = np.maximum(stops, np.arange(len(lengths)) + 1)
+    stops_of_one_document = np.arange(len(lengths)) + 1
+    stops = np.minimum.reduce(
+        [
+            find_stops(own_rows, max_rows, extra_of_first=shared),
+            find_stops(keys, KEYS_PER_CAPACITY * max_rows, extra_of_first=lengths - keys),
+            find_stops(trained, TARGETS_PER_CAPACITY * max_rows, extra_of_first=0),
+        ]
+    ).clip(min=stops_of_one_document)
     family_starts = np.flatnonzero(is_first)
     family_stops = np.append(family_starts[1:], len(lengths))
     is_cut = stops[family_starts] < family_stops

@@ -131,9 +131,7 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     pieces = planner.units()
     assert tokens is not None
     assert isinstance(pieces, Pieces)
-    # A slot is the place of one pack in the schedule; -1 is a document that the epoch does not reach.
-    slot = np.full(len(planner.documents), -1)
-    slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
+    slot = _slots_of_documents(planner)
     rows, flops = _computed_shares(planner, tokens.within(slot))  # sorted by tokens inside each pack
     # Count a family in every step that has documents of it.
     step = slot[schedule.order] // planner.packing.bins.num_slots
@@ -158,21 +156,18 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     if reader.image_counts is not None and planner.packing.share_prefixes == "pack":
         from .images import computed_with_images  # here, because it imports torch, which takes seconds
 
-        slots = _spaced_slots(planner.schedule(0).offsets, NUM_IMAGE_PACKS)
+        slots = _spaced_slots(planner, NUM_IMAGE_PACKS)
         rows, flops, images = computed_with_images(planner, reader, slots)
         # With as many packs as are sampled at most there may be more, so the report calls it an estimate
         num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
         return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
     if not isinstance(reader, TokenReader):
         return None
-    schedule = planner.schedule(0)
     documents = planner.documents
     # 1. Sort the documents of some packs.
-    slots = _spaced_slots(schedule.offsets, NUM_PACKS)
-    slot = np.full(len(documents), -1)
-    for i in slots.tolist():
-        slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
-    sampled_tokens = token_order(reader, documents, selection=np.flatnonzero(slot >= 0))
+    slots = _spaced_slots(planner, NUM_PACKS)
+    slot = _slots_of_documents(planner)
+    sampled_tokens = token_order(reader, documents, selection=np.flatnonzero(np.isin(slot, slots)))
     rows, flops = _computed_shares(planner, sampled_tokens.within(slot))  # sorted by tokens inside each slot's pack
     # 2. Make families of some stretches. Blocks of a concatenated table have no families.
     is_sampled = len(documents) > NUM_STRETCHES * STRETCH_LENGTH
@@ -199,14 +194,20 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     )
 
 
-def _spaced_slots(offsets: Int64Array, num: int) -> Int64Array:
-    """Return at most `num` evenly spaced slots that hold documents.
+def _slots_of_documents(planner: EpochPlanner) -> Int64Array:
+    """Return the slot of each document in the first epoch, shape (N,); -1 for documents that the epoch does not reach.
 
-    Args:
-        offsets: offsets of a schedule, see `Schedule`.
-        num: most slots.
+    A slot is the place of one pack in the schedule.
     """
-    slots = np.flatnonzero(np.diff(offsets))
+    schedule = planner.schedule(0)
+    slots = np.full(len(planner.documents), -1)
+    slots[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
+    return slots
+
+
+def _spaced_slots(planner: EpochPlanner, num: int) -> Int64Array:
+    """Return at most `num` evenly spaced slots of the first epoch that hold documents."""
+    slots = np.flatnonzero(np.diff(planner.schedule(0).offsets))
     return slots[np.linspace(0, len(slots) - 1, min(num, len(slots))).astype(int)]
 
 

@@ -11,7 +11,7 @@ from ...data.documents import Documents
 from ...data.reader import RowReader
 from ...planning.arrays import Int64Array
 from ...planning.token_order import TokenOrder
-from .families import sort_by_tokens
+from .families import find_copies, sort_by_tokens
 
 
 def token_order(reader: RowReader, documents: Documents, selection: Int64Array | None = None) -> TokenOrder:
@@ -52,9 +52,7 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     # A common beginning must not end inside an image: the vision tower computes an image as a whole, and the pack would
     # hold only a part of it for the second document. Of two equal documents the second one computes nothing, so the
     # common beginning is the whole document, also if it ends inside an image.
-    lengths = documents.lengths[order]
-    lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
-    is_copy = (common == lengths) & (common == lengths_before)
+    is_copy = find_copies(common, documents.lengths[order])
     # `shorten_common_beginnings` moves an end inside an image to the first token of the image
     common_of_others = reader.shorten_common_beginnings(row[order], start[order], common)
     common = np.where(is_copy, common, common_of_others)
