@@ -163,10 +163,10 @@ class PackedImages(PackContent):
             of each token in its document, by which documents are told apart, then time, height and width.
         """
         entries = {}
-        documents_of_runs = [documents[run.document] for run in runs]
         for name in self.layout.tokens & set[str]().union(*documents):
             values = []
-            for run, document in zip(runs, documents_of_runs, strict=True):
+            for run in runs:
+                document = documents[run.document]
                 # A document without images lacks the output, and all its tokens have the value 0
                 text_values = torch.zeros(1, len(document["input_ids"]), dtype=torch.int64)
                 values.append(document.get(name, text_values)[:, run.first :])
@@ -175,7 +175,8 @@ class PackedImages(PackContent):
         # Take the outputs for the images that begin in each run, if there are any: the first `images_before` images of
         # its document begin before it, in tokens that the document shares
         run_outputs = []
-        for run, document in zip(runs, documents_of_runs, strict=True):
+        for run in runs:
+            document = documents[run.document]
             if run.images_before == 0:
                 run_outputs.append(document)
             elif run.images_before < run.num_images:
@@ -187,9 +188,7 @@ class PackedImages(PackContent):
             if tensors:
                 entries[name] = join_padded(tensors, axis)
         if self.rope_index is not None:
-            positions = [
-                self.rope_index(document)[:, run.first :] for run, document in zip(runs, documents_of_runs, strict=True)
-            ]
+            positions = [self.rope_index(documents[run.document])[:, run.first :] for run in runs]
             num_tokens = sum(position.shape[1] for position in positions)
             padding = position_ids[0, num_tokens:].expand(
                 3, -1

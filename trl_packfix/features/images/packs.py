@@ -21,7 +21,7 @@ class ImagePacks(Feature):
 
     def make_probe_class(self, probe_class: Any) -> Any:
         """Return the `ImageProbe` that makes its documents with the examples of this run."""
-        return type(ImageProbe.__name__, (ImageProbe,), {"images": self.examples})
+        return ImageProbe.with_images(self.examples)
 
     def make_unpacked_class(self, unpacked_class: Any) -> Any:
         """Return the class that runs the documents of a pack as rows, for models with images."""

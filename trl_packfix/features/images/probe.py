@@ -37,12 +37,17 @@ class ImageProbe(Probe):
     that the processor gives to text: without them paligemma attends to text in both directions.
 
     Attributes:
-        images: an `ImageExamples`, which makes documents with images. `ImagePacks` (`packs.py`) makes a subclass for a
-            run, and sets it there.
+        images: an `ImageExamples`, which makes documents with images. Only the classes that `with_images` returns have
+            it.
     """
 
     images: Any
     has_further_examples = True  # the test of a model also runs `further_examples`, after the packs of text
+
+    @classmethod
+    def with_images(cls, images: Any) -> type["ImageProbe"]:
+        """Return a subclass for one run, which has the `ImageExamples` of its processor."""
+        return type(cls.__name__, (cls,), {"images": images})
 
     def document(self, *content: Any) -> ImageDocument:
         """Return a document of tokens and images in this order."""

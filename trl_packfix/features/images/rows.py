@@ -61,19 +61,23 @@ class ImageRows(RowReader):
         self._process = process
         self._table = measures
         self.compare = process.compare  # documents -> their tokens, with a number for the content of each image
-        table = self._columns
+        columns = self._columns
+
+        def column(name: str) -> Any:
+            return columns[name].to_numpy()
+
         is_per_turn = ROW_COLUMN in measures.column_names
-        self.conversations = table[ROW_COLUMN].to_numpy() if is_per_turn else None
-        self._turns: Int64Array | None = table[TURN_COLUMN].to_numpy() if is_per_turn else None
-        self.lengths = table["length"].to_numpy()
+        self.conversations = column(ROW_COLUMN) if is_per_turn else None
+        self._turns: Int64Array | None = column(TURN_COLUMN) if is_per_turn else None
+        self.lengths = column("length")
         # Of each row, the number of labels behind its first token, and whether its first token has a label. The first
         # is apart, because no token predicts it: a document that begins with its row does not train it
-        self._num_trained: Int64Array = table["trained"].to_numpy()
-        self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
-        self.image_stops = table["image_stop"].to_numpy()
-        self.image_counts: Int64Array = table["image_count"].to_numpy()
-        self.image_values: Int64Array = table["image_values"].to_numpy()
-        self.image_squares: Int64Array = table["image_squares"].to_numpy()
+        self._num_trained: Int64Array = column("trained")
+        self._first_is_labelled: BoolArray = column("first_is_labelled")
+        self.image_stops = column("image_stop")
+        self.image_counts: Int64Array = column("image_count")
+        self.image_values: Int64Array = column("image_values")
+        self.image_squares: Int64Array = column("image_squares")
 
     @property
     def _columns(self) -> pa.Table:

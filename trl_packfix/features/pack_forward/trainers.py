@@ -178,12 +178,12 @@ def pack_forward(
     add_hooks = partial(
         PackedRows, on_leak=on_leak, shares=share_prefixes, enforce_flash_attention=enforce_flash_attention
     )
+    is_sharded = False
     if isinstance(trainer_or_model, Trainer):
         rows = _add_hooks_to_models(trainer_or_model, max_length, add_hooks)
         is_sharded = trainer_or_model.is_deepspeed_enabled or trainer_or_model.is_fsdp_enabled
     else:
         model = base_model(trainer_or_model)
-        is_sharded = False
         rows = {"model": add_hooks(trainer_or_model, computing_dtype(model), model.device.type, max_length)}
     packing = RowPacking(rows, trainer_or_model)
     if not is_sharded:  # an engine that shards the model has not wrapped it yet, so the callback proves it later
@@ -232,12 +232,11 @@ def _models_of(trainer: Trainer) -> dict[str, nn.Module]:
             attributes |= {f"{name}[{i}]": element for i, element in enumerate(value)}
     models: dict[int, tuple[str, nn.Module]] = {}  # by the identity of the innermost model
     for name, value in attributes.items():
-        if not isinstance(value, nn.Module):
-            continue
-        inner: Any = trainer.accelerator.unwrap_model(value, keep_torch_compile=False)
-        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        if isinstance(inner, PreTrainedModel):
-            models.setdefault(id(inner), (name, value))
+        if isinstance(value, nn.Module):
+            inner: Any = trainer.accelerator.unwrap_model(value, keep_torch_compile=False)
+            inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+            if isinstance(inner, PreTrainedModel):
+                models.setdefault(id(inner), (name, value))
     return dict(models.values())
 
 

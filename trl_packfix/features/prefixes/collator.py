@@ -100,11 +100,9 @@ class PrefixCollator(PackedDataCollator):
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
-            # If the shared rows end inside an image, only the rows before it are shared
-            starts_of_cut_images = [first for first, stop in compared[i].images if first < shared[place] < stop]
-            if starts_of_cut_images:
-                num_rows_before = starts_of_cut_images[0]
-                shared[place] = num_rows_before if num_rows_before >= self.min_shared else 0
+            for first, stop in compared[i].images:
+                if first < shared[place] < stop:  # the shared rows end inside this image, so only rows before it remain
+                    shared[place] = first if first >= self.min_shared else 0
         not_sharing = sorted(set(range(len(tokens))) - set(may_share))
         return order + not_sharing, shared + [0] * len(not_sharing), compared
 

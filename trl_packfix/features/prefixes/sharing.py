@@ -127,8 +127,7 @@ class PrefixSharing(Feature):
         if probe_class.has_further_examples:  # the probe has documents with images
             from .images import ImagePrefixProbe
 
-            # A subclass for this run, because a probe finds the examples of the run's processor in its class
-            return type(ImagePrefixProbe.__name__, (ImagePrefixProbe,), {"images": probe_class.images})
+            return ImagePrefixProbe.with_images(probe_class.images)
         from .probe import PrefixProbe
 
         return PrefixProbe
