@@ -451,8 +451,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for state in different_states:
             for part, reader in zip(state["parts"], state["readers"], strict=True):
                 if not reader["done"]:
-                    # By `chunks` a worker of the earlier run waits if it has yielded more chunks than other workers.
-                    # This run has other workers, which begin together
+                    # By `chunks` a worker that was ahead of others begins with an empty chunk (`StreamReader`). This
+                    # run has other workers, which begin together
                     unread.append((part, reader | {"chunks": 0}))
             # A rank that is behind has read nothing of the later passes: its whole share of them is unread
             for epoch in range(state["num_passes"] + 1, last_pass + 1):

@@ -34,8 +34,8 @@ def _wait_for_threads() -> None:
     # `sys._current_frames` takes the lock of the interpreter and releases it. So it waits for a thread that has it
     time.sleep(0.01)  # releases the GIL, so that a waiting thread enters Python
     was_enabled = gc.isenabled()
-    # A garbage collection while the lock is held could release a tensor, and for this wait for a thread that itself
-    # waits for the lock
+    # A garbage collection runs code of other libraries. While the lock is held, this code could wait for a thread that
+    # itself waits for the lock
     gc.disable()
     try:
         sys._current_frames()

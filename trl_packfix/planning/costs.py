@@ -185,7 +185,7 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
     kinds = _layer_kinds(config)
     num_heads = getattr(config, "num_attention_heads_per_layer", None) or [None] * len(kinds)
     indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)  # "shared": no scores of its own
-    # A list may be longer than the model is deep, with entries for layers that only predict further tokens
+    # Not strict: a list of a config may have more entries than the model has layers
     for layer, kind, layer_heads, indexer in zip(config.per_layer_config, kinds, num_heads, indexers, strict=False):
         if kind in _WITHOUT_PAIRS:
             continue
