@@ -18,7 +18,7 @@ model between them (tensor parallelism).
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -41,6 +41,7 @@ from .proofs import prove_degrees, prove_feature
 from .same_data import check_same_documents
 from .totals import EvaluationTotals, scores_of
 from .trainer_view import TrainerPart, TrainerView
+from .user_code import UserCode
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,6 @@ class Evaluation(TrainerPart):
         trainer: the trainer.
         data: the training data, which has the readers and collators for evaluation sets, too.
         objective: the training loss of the trainer.
-        package_class: the trainer class of this package. A method of the trainer that is not the method of this class
-            was replaced by the user.
     """
 
     _totals: EvaluationTotals  # sums of the running evaluation
@@ -72,11 +71,10 @@ class Evaluation(TrainerPart):
     # Whether the running evaluation reads padded batches of this package, which are equal on all copies
     _has_equal_batches = False
 
-    def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, package_class: type):
+    def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective):
         super().__init__(trainer)
         self._data = data
         self._objective = objective
-        self._package_class = package_class
 
     def make_loader(self, dataset: object, needs_logits: bool, must_be_prepared: bool) -> DataLoader[Any] | None:
         """Return the loader of a set, or None if TRL's loader must be used.
@@ -108,13 +106,12 @@ class Evaluation(TrainerPart):
         return isinstance(dataset, Dataset) and self._reads_rows and self._data.reading.can_read(dataset)
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
-        """Return whether an evaluation runs on packs; otherwise it runs on padded batches.
-
-        A model that is not proved yet is proved first. There are three cases:
+        """Return whether an evaluation runs on packs; otherwise it runs on padded batches. There are three cases:
 
         - Settings ask for padded batches, or logits are needed: the evaluation runs on padded batches.
-        - Training is not packed: the evaluation runs on packs. `_packs_accepted` proves the model.
-        - Training is packed: the evaluation runs on packs if the model is proved.
+        - Training is not packed: the evaluation runs on packs, and `_packs_accepted` proves the model before it does.
+        - Training is packed: the evaluation runs on packs if the model is proved. A model that was not tested yet is
+          proved here.
         """
         returns_logits = needs_logits and not self.args.prediction_loss_only
         if not self.args.packs_evaluation or returns_logits:
@@ -129,8 +126,7 @@ class Evaluation(TrainerPart):
             with packed_model.attending(), self._trainer.compute_loss_context_manager():
                 if packed_model.isolation is None:  # the model was not tested yet
                     packed_model.prove(self._trainer.model)
-            # Without a feature, after a failed proof of the model, and after a failed proof of the feature, this does
-            # nothing
+            # `prove_feature` does nothing without a feature, or if the proof of the model or of the feature has failed
             if not packed_model.feature_is_proved:
                 prove_feature(self._trainer, self._data, self._trainer.model)
         return packed_model.is_proved
@@ -149,7 +145,7 @@ class Evaluation(TrainerPart):
         """Return the documents of a set, with their sources if the set has the column. Refuse bad sources."""
         args = self.args
         source_column = args.source_column if args.source_column in dataset.column_names else None
-        values = read_row_values(dataset, None, source_column, name="evaluation")
+        values = read_row_values(dataset, weight_column=None, source_column=source_column, name="evaluation")
         reader = self._data.reading.make_reader(dataset, "evaluation")
         # Evaluation has one document per row. So long documents are truncated even if training splits or drops them.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
@@ -169,12 +165,13 @@ class Evaluation(TrainerPart):
 
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them."""
-        if self._user_methods("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
+        user_code: UserCode = self._trainer.user_code
+        if user_code.replaced_methods("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return  # what the user evaluates is not known
         if self._trainer.compute_metrics is not None and not self.args.prediction_loss_only:
             return  # metrics of predictions do not need a trained token
         eval_dataset = self._trainer.eval_dataset
-        datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+        datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}  # one set has no name
         for name, dataset in datasets.items():
             if self._evaluates_documents(dataset):
                 documents = self._read_documents(dataset).documents
@@ -227,11 +224,6 @@ class Evaluation(TrainerPart):
                 f"`compute_metrics` would get each input {copies} times. Leave `include_for_metrics` unset."
             )
 
-    def _user_methods(self, *methods: str) -> list[str]:
-        """Return the names in `methods` that a subclass, or an assignment to the trainer, has replaced."""
-        functions = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
-        return [name for name, function in functions.items() if function is not getattr(self._package_class, name)]
-
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         """Return the loader of packs or of padded batches of a set, with sources if the set has them."""
         args = self.args
@@ -263,7 +255,7 @@ class Evaluation(TrainerPart):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            self._data.reading.check_padded(document_dataset.reader)  # images under ZeRO-3 and FSDP
+            self._data.reading.check_padded(document_dataset.reader)  # refuses images under ZeRO-3 and FSDP
             collate = self._data.reading.padded_collator(self._data.padded_collator)
         if document_dataset.values.sources is not None:
             # Documents hold their source under the key of the batch, and not under the name of a column
@@ -286,12 +278,12 @@ class Evaluation(TrainerPart):
         """
         # First, set up the totals. A loss needs a trained token; predictions, and a `prediction_step` of the user, do
         # not need one
-        document_dataset = dataloader.dataset
+        dataset = dataloader.dataset
         source_names: tuple[str, ...] = ()
-        if isinstance(document_dataset, DocumentDataset):
-            source_names = document_dataset.values.names
-            if loss_only and not self._user_methods("prediction_step"):
-                self._check_trained(document_dataset.documents, prefix)
+        if isinstance(dataset, DocumentDataset):  # the loader is of this package
+            source_names = dataset.values.names
+            if loss_only and not self._trainer.user_code.replaced_methods("prediction_step"):
+                self._check_trained(dataset.documents, prefix)
         self._objective.gather_totals()  # `num_tokens` of the training set is logged with the metrics
         self._totals = EvaluationTotals(self._trainer.accelerator.device, source_names)
         if self._loss_of_user is not None and not self._has_warned_of_user_loss:
@@ -305,10 +297,7 @@ class Evaluation(TrainerPart):
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
 
         # Second, run the loop
-        has_packs = isinstance(sampler, PackedBatchSampler)
-        with self._packs_accepted() if has_packs else nullcontext():
-            if isinstance(sampler, PackedBatchSampler) and self.args.packing:
-                prove_degrees(self._trainer, sampler.planner.packing.degrees)
+        with self._packs_accepted(sampler):
             output = run_loop()
 
         # Third, replace the metrics of the loop
@@ -329,11 +318,20 @@ class Evaluation(TrainerPart):
         return output
 
     @contextmanager
-    def _packs_accepted(self) -> Iterator[None]:
-        """Let the model accept packs in this context. If training is not packed, the model is proved first."""
+    def _packs_accepted(self, sampler: object) -> Iterator[None]:
+        """Let the model accept packs in this context, if `sampler` yields packs. First prove what is not proved yet.
+
+        If training is packed, the model is proved, and packs that several ranks share are proved here. Otherwise the
+        model is proved here, and no ranks share a pack.
+        """
+        if not isinstance(sampler, PackedBatchSampler):
+            yield
+            return
         packed_model = self._trainer.packed_model if self.args.packing else self._data.make_packed_model()
         with packed_model.attending():
-            if not self.args.packing:
+            if self.args.packing:
+                prove_degrees(self._trainer, sampler.planner.packing.degrees)
+            else:
                 with self._trainer.compute_loss_context_manager():
                     packed_model.prove(self._trainer.model).raise_if_leaking()
             yield
@@ -348,8 +346,8 @@ class Evaluation(TrainerPart):
         """The function or method with which the user has defined the loss, for a message; None if there is none."""
         if self._trainer.compute_loss_func is not None:
             return "`compute_loss_func`"
-        methods = self._user_methods("compute_loss", "prediction_step")
-        return f"`{type(self._trainer).__name__}.{methods[0]}`" if methods else None
+        methods = self._trainer.user_code.replaced_methods("compute_loss", "prediction_step")
+        return f"`{methods[0]}`" if methods else None
 
     def evaluate_batch(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_only: bool
@@ -368,6 +366,7 @@ class Evaluation(TrainerPart):
         inputs = self._trainer._prepare_inputs(inputs)
         objective = self._objective
         if self.args.packing:
+            # Refuse a pack while the model has its own attention, which may ignore the boundaries of documents
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
         layout = layout_of(inputs)  # tells which token belongs to which document, in packs and in padded batches
@@ -378,7 +377,7 @@ class Evaluation(TrainerPart):
                     inputs["output_router_logits"] = True
                 # `router_logits` is a list. The forward fills it where the model's own router loss would be wrong
                 with objective.router_logits(inputs, layout) as router_logits:
-                    outputs = model(**inputs, fused_lm_head=True)
+                    outputs = model(**inputs, fused_lm_head=True)  # `TokenScores` of `lm_head.py`
                 # `targets`: which outputs predict a trained token, and of which document. `targets.trained`: the number
                 # of trained tokens of each document
                 targets = layout.targets(outputs.label_mask)
@@ -404,7 +403,8 @@ class Evaluation(TrainerPart):
         if self._has_equal_batches:
             copies = self._data.ranks.copies
             index = self._data.ranks.copy_index
-            # Each copy returns its share of the rows, because transformers gathers the rows of all ranks
+            # Copies have computed the same rows, and transformers gathers the rows of all ranks. So each copy returns
+            # its share
             logits = logits.chunk(copies)[index]
             labels = None if labels is None else labels.chunk(copies)[index]
         return loss, logits, labels

@@ -1,4 +1,4 @@
-"""`SFTTrainer`: the plot of a training run, from the constructor to the model card.
+"""`SFTTrainer`: the outline of a training run, from the constructor to the model card.
 
 The class overrides methods of TRL's `SFTTrainer` and of transformers' `Trainer`. Each override calls one of the parts
 below and then, in most cases, the method that it overrides. The parts hold the trainer and do the work:
@@ -26,7 +26,7 @@ a part of a row; a *pack* is one sequence of several documents that the model re
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,8 +96,8 @@ EvalDataset: TypeAlias = (
 
 class SFTTrainer(trl.SFTTrainer):
     """
-    Drop-in replacement for [`trl.SFTTrainer`]: the same arguments, the same dataset forms, packing that keeps documents
-    apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
+    Drop-in replacement for [`trl.SFTTrainer`]. It takes the same arguments and the same forms of datasets, and its
+    packing keeps documents apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
 
     With `packing=True` (or `padding_free=True`) the tokenised table stays as it is, one row per example. Packs are
     planned from the lengths of its documents. A pack becomes a batch of shape (1, T) with the boundaries of its
@@ -142,7 +142,8 @@ class SFTTrainer(trl.SFTTrainer):
     evaluation: Evaluation
     restart: Restart
 
-    # For an argument that only another trainer has, the TypeError says what to set here
+    # `with_hints` wraps the constructor: if it gets an argument that only another trainer has, it raises a TypeError
+    # that says what to set here
     @partial(with_hints, fields=SFTConfig.__dataclass_fields__)
     def __init__(  # noqa: PLR0913 - the signature of TRL
         self,
@@ -184,21 +185,22 @@ class SFTTrainer(trl.SFTTrainer):
         # The class is checked, too, because a subclass may have a sampler of its own
         checks.check_before_loading(checks.settings_of_trainer(type(self), arguments))
         if args.use_liger_kernel:
-            # As TRL does from 1.16 on: Liger's default is a loss that replaces the model's forward
+            # This package computes the loss, so Liger must not replace the model's forward by one that computes it, as
+            # it does by default. TRL does the same from 1.16 on
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         checks.check_datasets(args, train_dataset, eval_dataset, is_formatted=formatting_func is not None)
         if args.packing:
             # For `padding_free` TRL would build its own collator of packs
             args.padding_free = False
 
-        # 2. The parts are made before TRL is constructed, because TRL prepares the datasets in its constructor. Two
-        # parts get this class, to find out which of its methods the user has overridden.
+        # 2. The parts are made before TRL is constructed, because TRL prepares the datasets in its constructor.
         self.packing_report = None
         self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.training_objective = Objective(self, data, compute_loss_func)
-        # A rank without a document in a micro-batch runs a dummy, a batch without a trained token. Its loss is 0
+        # It gets this class to find out which of its methods the user has replaced. A rank without a document in a
+        # micro-batch runs a dummy, a batch without a trained token, and `dummy_loss` computes the loss of it, 0
         self.user_code = UserCode(self, SFTTrainer, self.training_objective.dummy_loss)
-        self.evaluation = Evaluation(self, data, self.training_objective, package_class=SFTTrainer)
+        self.evaluation = Evaluation(self, data, self.training_objective)
         self.restart = Restart(self, data)
         self._has_user_collator = data_collator is not None
         self._flops_per_token: int | None = None  # by transformers' rule; None: not counted in this training
@@ -210,13 +212,15 @@ class SFTTrainer(trl.SFTTrainer):
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
         # `assistant_only_loss` with most chat templates. This package does both itself, and hides the settings.
         values_for_trl: dict[str, Any] = {
-            "packing": args.packing and data.reading_class.trl_accepts_packing,
+            "packing": args.packing and data.reading_class.trl_accepts_packing,  # False for rows with images
             "assistant_only_loss": False,
         }
         if args.packing:
-            # Then accelerate does not compile the whole model. `CompileLayers` compiles its layers.
+            # Without these two values, accelerate does not compile the whole model. `CompileLayers` compiles its
+            # layers.
             values_for_trl |= {"torch_compile_backend": None, "torch_compile_mode": None}
-        # With `saves_varlen_attention`, TRL's selective checkpointing does not compute the attention of packs twice.
+        # In the context `saves_varlen_attention`, TRL sets its selective checkpointing up so that it saves the
+        # attention of packs, and does not compute it twice.
         with settings_hidden_from_trl(args, **values_for_trl), saves_varlen_attention:
             super().__init__(**arguments)
 
@@ -236,7 +240,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
         self.add_callback(CheckAdapterGradients())
         if args.packing:
-            for callback in data.source.callbacks():  # a stream has a callback of its own
+            # `source` is the training set, a table or a stream. A stream has a callback of its own
+            for callback in data.source.callbacks():
                 self.add_callback(callback)
             # The comparison runs the method of this class. What a subclass adds, such as counters, must not run in it.
             training_step = partial(SFTTrainer.training_step, self)
@@ -276,19 +281,21 @@ class SFTTrainer(trl.SFTTrainer):
         check_rows(dataset, dataset_name)
         is_tokenised = "input_ids" in get_dataset_column_names(dataset)
 
-        # A tokenised table is checked. TRL would write its tokens a second time as labels, row by row. The reader of
-        # the table makes the same labels from the tokens and one mask. If there are two masks (`completion_mask` and
-        # `assistant_masks`), TRL combines them.
+        # A tokenised table is checked.
         if is_tokenised and isinstance(dataset, Dataset):
             check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
             if packing and formatting_func is None and "labels" not in dataset.column_names:
+                # TRL would write the tokens a second time as labels, row by row. With packing this is not needed: the
+                # reader of the table makes the same labels from the tokens and one mask.
                 dataset = without_ignored_mask(dataset, self.completion_only_loss)  # a mask that TRL would not read
+                # Two masks (`completion_mask` and `assistant_masks`) are left to TRL, which combines them.
                 if len(mask_columns(dataset)) < 2:
                     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
         # Other rows are tokenised here. A dataset with a transform is not: TRL gets it below, and raises the error.
         if not is_tokenised and not has_transform(dataset):
-            # In a training set, the columns of each row say whether it has a completion. TRL looks at the first row
+            # Whether only the completion of a row is trained, if the row has one. In a training set each row decides by
+            # its own columns. `self.completion_only_loss` is TRL's decision for all rows, by the first row
             only_completions = trains_only_completions(args) if is_training_set else self.completion_only_loss
             prepared = make_samples(
                 dataset,
@@ -355,7 +362,7 @@ class SFTTrainer(trl.SFTTrainer):
         say_deepspeed_offloads(self.accelerator)
         try:
             # First context: settings with which torch can compile layers that read the boundaries of packs. Second: a
-            # loss or step of the user must not get dummies, which are batches without a trained token.
+            # loss or step of the user must not get dummies, because a mean over their trained tokens would be 0 / 0.
             compiles = self.args.packing and self.args.torch_compile
             with compiles_layers_of_packs(compiles), self.user_code.without_dummies():
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -371,7 +378,7 @@ class SFTTrainer(trl.SFTTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Load weights that transformers has saved under other names than the model has; it would only warn."""
+        """Load weights that transformers has saved under other names than the model has. transformers only warns."""
         if load_result.unexpected_keys:
             load_renamed_weights(base_model(self.model), str(self.restart.weights_folder))
         else:
@@ -391,8 +398,10 @@ class SFTTrainer(trl.SFTTrainer):
 
         transformers has no other method that gets both the checkpoint and the loader.
         """
-        # accelerate marks a model that it has prepared for evaluation, and would then not wrap it for DDP.
-        if forget_evaluation(self.accelerator, self.model):
+        # accelerate marks a model that it has prepared for evaluation, and would then not wrap it for DDP. So the mark
+        # is removed, and with it the wrapper of the evaluation.
+        was_marked = forget_evaluation(self.accelerator, self.model)
+        if was_marked:
             self.model_wrapped = self.model
         self.training_objective.start_training()
         self._flops_per_token = None
@@ -406,11 +415,13 @@ class SFTTrainer(trl.SFTTrainer):
 
     def set_initial_training_values(self, *arguments: Any) -> tuple[Any, ...]:
         """Return the values that transformers computes, with the numbers of epochs and steps of the planned packs."""
-        return self.data.source.correct_training_values(super().set_initial_training_values(*arguments))
+        values = super().set_initial_training_values(*arguments)  # first the number of epochs, last that of steps
+        return self.data.source.correct_training_values(values)
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
-        return self.restart.resume_position(super()._init_training_state(*arguments))
+        epoch, num_micro_batches = super()._init_training_state(*arguments)
+        return self.restart.resume_position((epoch, num_micro_batches))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch with the number of optimizer steps that its plan has."""
@@ -439,8 +450,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.training_objective.totals.start_fetch_timer()  # the log says how long training waits for batches
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         # First, ranks that share a pack check that they have read the same pack. Then the batches on which the user's
-        # code will run are counted, all but dummies. At last, a document that is twice as long as all that were
-        # compared before is computed packed and unpacked, and compared.
+        # code will run are counted, all but dummies. At last, `compare_longer` looks for a document that is at least
+        # twice as long as any that it has compared. It computes this document in a pack and by itself, and compares.
         self.training_objective.same_pack_check.compare_packs(batches)
         self.user_code.count_batches_for_user_code(batches)
         if self.args.packing:
@@ -458,7 +469,8 @@ class SFTTrainer(trl.SFTTrainer):
         """Run forward and backward of a micro-batch as transformers does; return its loss.
 
         Under tensor parallelism transformers sums the gradients of some parameters over ranks after each backward
-        (`summed_by_ranks`), and so sums the gradients of earlier micro-batches again. `summed_once` prevents this.
+        (`summed_by_ranks`). Gradients of micro-batches add up, so the second backward would sum the gradient of the
+        first micro-batch again. `summed_once` prevents this.
         `train_mode_kept` saves the time of setting all modules to train mode again.
         """
         with summed_once(self.training_objective.summed_by_ranks), train_mode_kept(model):
@@ -486,17 +498,17 @@ class SFTTrainer(trl.SFTTrainer):
         """
         if self.model.training and self.training_objective.replaces_trl_loss:
             return self.training_objective.compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        refuse_shared_prefixes(inputs)  # TRL's loss would count a token of several documents once
+        # With `share_prefixes`, several documents may share a token. TRL's loss would count it once, not for each of
+        # them
+        refuse_shared_prefixes(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    @contextmanager
-    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        """Reduce gradients in every micro-batch where `summed_once` is needed.
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        """Return a context in which FSDP reduces gradients in every micro-batch if `summed_once` is needed, else once.
 
         A gradient whose reduction FSDP defers is in a buffer that `summed_once` cannot reach.
         """
-        with nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction():
-            yield
+        return nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction()
 
     # Numbers for the log
 
@@ -533,7 +545,8 @@ class SFTTrainer(trl.SFTTrainer):
             eval_dataset: a dataset, the name of one of the evaluation sets, or None for the set of the constructor.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self.data.constructed_with.refuse_changes(self.args, model)  # another model, or another `packing`
+        # Refuse another model than the constructor has prepared, or another value of `packing` than it has read
+        self.data.constructed_with.refuse_changes(self.args, model)
         evaluation_sets: Any = self.eval_dataset  # a dataset, or several by name
         dataset = evaluation_sets if eval_dataset is None else eval_dataset
         dataset = evaluation_sets[dataset] if isinstance(dataset, str) else dataset

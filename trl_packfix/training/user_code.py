@@ -5,9 +5,9 @@ of this kind is written for padded batches, and a step of packs differs from a s
 
 - A rank that has no document in a micro-batch runs a *dummy*, a batch without a trained token, so that all ranks make
   the same collective calls. A mean over the trained tokens of a dummy would be 0 / 0, and a penalty in the user's loss
-  would count once more. So dummies never reach the user's code: this package computes their loss, which is 0, with one
-  forward. Other ranks may run the user's code at the same time. Where a forward waits for all ranks, the user's code
-  must run one forward, too.
+  would be added for a batch that trains nothing. So dummies never reach the user's code: this package computes their
+  loss, which is 0, with one forward. Other ranks may run the user's code at the same time. Where a forward waits for
+  all ranks, the user's code must run exactly one forward, too.
 - The packs of a step may hold different numbers of trained tokens. In a mean over each micro-batch, a token of a pack
   with few trained tokens counts more than others. So planning makes these numbers similar, and
   `describe_uneven_micro_batches` says by how much they still differ.
@@ -50,8 +50,8 @@ class UserCode(TrainerPart):
         self._package_class = package_class
         self._dummy_loss = dummy_loss
         self._num_filled = 0  # number of micro-batches of the current step with a trained token
-        self._users_step: Callable[..., Tensor] = trainer.training_step
-        # Names of the user's methods while `without_dummies` replaces one of them; else None
+        # The result of `methods` before `without_dummies` replaced `training_step`, which would count as the user's;
+        # else None
         self._methods_in_training: list[str] | None = None
 
     @property
@@ -59,13 +59,20 @@ class UserCode(TrainerPart):
         """Names of the methods in `STEP_METHODS` that the user has replaced, with the name of the trainer's class."""
         if self._methods_in_training is not None:
             return self._methods_in_training
-        names = [name for name in STEP_METHODS if self._is_users_method(name)]
-        return [f"{type(self._trainer).__name__}.{name}" for name in names]
+        return self.replaced_methods(*STEP_METHODS)
 
-    def _is_users_method(self, name: str) -> bool:
-        """Return whether the user has replaced a method of the trainer, in a subclass or by an assignment."""
-        method = getattr(self._trainer, name)
-        return getattr(method, "__func__", method) is not getattr(self._package_class, name)
+    def replaced_methods(self, *names: str) -> list[str]:
+        """Return the methods in `names` that the user has replaced, in a subclass or by an assignment to the trainer.
+
+        Each has the name of the trainer's class in front, such as "MyTrainer.compute_loss".
+        """
+        replaced = []
+        for name in names:
+            method = getattr(self._trainer, name)
+            # `__func__` is the function of a method. A function that was assigned to the trainer has none
+            if getattr(method, "__func__", method) is not getattr(self._package_class, name):
+                replaced.append(f"{type(self._trainer).__name__}.{name}")
+        return replaced
 
     @property
     def loss_code_names(self) -> list[str]:
@@ -91,9 +98,10 @@ class UserCode(TrainerPart):
             self._methods_in_training = None
 
     def other_models_checked(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return a context that refuses models that are not prepared for packs and get the tokens of `inputs`.
+        """Return a context that refuses a model, such as a teacher, that gets a pack and is not prepared for packs.
 
-        With `torch_compile` nothing is refused, because the hook of the check would make layers compile again.
+        `inputs` is the pack. With `torch_compile` nothing is refused, because the hook of the check would make layers
+        compile again.
         """
         return nullcontext() if self.args.torch_compile else refused_if_unprepared(inputs)
 
@@ -107,12 +115,13 @@ class UserCode(TrainerPart):
         trainer = self._trainer
         # First case: a micro-batch with documents
         if has_trained_tokens(inputs):
-            # transformers divides a loss that is a mean by this number of micro-batches. Dummies must not count.
+            # transformers divides a loss by this number if it is a mean over a micro-batch. Dummies must not count.
             trainer.current_gradient_accumulation_steps = self._num_filled
             inputs["use_cache"] = False  # the user may call other models with these inputs
             with self.other_models_checked(inputs):
                 return self._users_step(model, inputs, num_items_in_batch)
-        # Second case: a dummy, which runs the step of this package with a loss of 0
+        # Second case: a dummy, which runs the step of this package. The step calls `trainer.compute_loss`, which
+        # returns 0 in this context
         with _attribute_replaced(trainer, "compute_loss", self._dummy_loss):
             package_class: Any = self._package_class
             return package_class.training_step(trainer, model, inputs, num_items_in_batch)
@@ -155,15 +164,13 @@ class UserCode(TrainerPart):
 def _attribute_replaced(trainer: TrainerView, name: str, value: object) -> Iterator[None]:
     """Set an attribute of a trainer in this context. It hides the method of the class that has the same name."""
     attributes = vars(trainer)
-    previous_value = attributes.get(name)
+    previous = {name: attributes[name]} if name in attributes else {}  # {} if only the class has the attribute
     attributes[name] = value
     try:
         yield
     finally:
-        if previous_value is None:
-            del attributes[name]
-        else:
-            attributes[name] = previous_value
+        del attributes[name]
+        attributes.update(previous)
 
 
 def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, float]:
@@ -177,11 +184,13 @@ def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, f
         The most and the fewest trained tokens of a micro-batch that is not a dummy; and the largest difference of the
         weight of a token between the two means, relative to its weight in the mean over the step.
     """
-    # One row per optimizer step, one column per micro-batch and rank: shape (S, G * W)
+    # The trained tokens of each micro-batch: a row for each optimizer step, with all its micro-batches on all ranks
     slot_tokens = schedule.slot_sums(trained).reshape(schedule.num_steps, -1)
     is_filled = slot_tokens > 0
     num_filled = np.maximum(is_filled.sum(axis=1, keepdims=True), 1)
     mean_tokens = slot_tokens.sum(axis=1, keepdims=True) / num_filled
     filled_tokens = slot_tokens[is_filled]
+    # In the mean over the step each token counts 1 / (all tokens). In the mean of means it counts 1 / (tokens of its
+    # micro-batch) / (number of micro-batches). The ratio of the second to the first:
     weight_ratio = (mean_tokens / np.maximum(slot_tokens, 1))[is_filled]
     return int(filled_tokens.max()), int(filled_tokens.min()), float(np.abs(weight_ratio - 1).max())
