@@ -41,7 +41,7 @@ from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
 from ..reporting.page import STATE_FILE
-from ..reporting.report import PackingReport, metrics
+from ..reporting.report import metrics
 from ..wording import count_of
 from .choices import RunSettings
 from .compiled_layers import describe_compilation, layers_uncompiled
@@ -54,7 +54,7 @@ from .objective import Objective
 from .progress import proof_status
 from .proofs import prove_degrees, prove_feature
 from .step_comparison import StepComparison
-from .trainer_view import TrainerView
+from .trainer_view import TrainerView, complete_report
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,9 @@ class BeforeTraining(TrainerCallback):
         trainer = self._trainer
         args = self._trainer.args
         if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
-            # The loss will be computed by a fused LM head. `check_fused_head` warns if the logits of the model's own
-            # LM head differ. Then `first_step.py` does not compare the loss with the model's own logits.
+            # The loss will be computed by a fused LM head, and not by a function of the user. `check_fused_head` warns
+            # if its logits differ from those of the model's own LM head. If they do, `first_step.py` does not compare
+            # the loss with the model's own logits.
             with trainer.compute_loss_context_manager():
                 self._objective.fused_head_is_exact = check_fused_head(
                     trainer.model_wrapped, base_model(trainer.model), self._data.attention_dtype
@@ -96,13 +97,15 @@ class BeforeTraining(TrainerCallback):
         else:  # with packing, the packing report has these lines
             trainer.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
             if self._data.data_report is not None:
-                # Whether every text of the dataset is in the tokens once
+                # The line says whether every text of the dataset is in the tokens once
                 trainer.accelerator.print(f"Data: {self._data.data_report.line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
 
     def _warn_of_uneven_micro_batches(self) -> None:
         """Warn if a loss of the user's averages over micro-batches that have unequally many trained tokens."""
+        # Which documents are in which step of the first epoch, and the trained tokens of each document; None for a
+        # stream
         schedule, trained = self._data.source.first_schedule()
         warning = self._trainer.user_code.describe_uneven_micro_batches(schedule, trained)
         if warning is not None and self._trainer.is_world_process_zero():
@@ -158,7 +161,7 @@ class BeforeFirstStep(TrainerCallback):
             # Chooses the attention of packs again, too
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
-        prove_feature(trainer, self._data, trainer.model_wrapped)
+        prove_feature(trainer, self._data, trainer.model_wrapped)  # warns if packs are made without it from now on
         prove_degrees(trainer, self._data.source.degrees)
         logger.warning(
             f"Modules of {type(base_model(trainer.model)).__name__} were changed before optimizer step "
@@ -179,23 +182,21 @@ class BeforeFirstStep(TrainerCallback):
         if trainer.packing_report is None:
             refuse_conflicts(RunSettings(args=args, user_loader=f"{type(trainer).__name__}.get_train_dataloader"))
         model = base_model(trainer.model)
-        # Check that the proofs change no parameter. Not `model`, because FSDP shards the PEFT model around it as a
-        # whole
+        # Check that the proofs change no parameter. FSDP shards the whole PEFT model around the base model, so
+        # `trainer.model` is checked and not `model`
         with parameters_unchanged(trainer.model):
             isolation, step_comparison = self._prove_and_compare()
-        report = trainer.packing_report
-        assert report is not None
-        report = trainer.packing_report = replace(
-            report,
+        report = complete_report(
+            trainer,
             isolation=isolation,
-            first_step=step_comparison.text + describe_hooks(model),  # and which of the user's hooks ran in the tests
-            attention=self._describe_attention(report),
+            # `describe_hooks` adds which hooks of the user's on the model ran in the tests, or ""
+            first_step=step_comparison.text + describe_hooks(model),
+            attention=self._describe_attention(),
             experimental=experimental_choices(RunSettings(args=args, model=model)),
             compiled=describe_compilation(model, args),
         )
         if args.packing_report and trainer.is_world_process_zero():
             report.show()
-            report.save(str(args.output_dir))
         # The report is shown also for a model that is refused here
         isolation.raise_if_leaking(args.on_leak)
         step_comparison.raise_if_different()
@@ -215,9 +216,11 @@ class BeforeFirstStep(TrainerCallback):
                 }
             )
 
-    def _describe_attention(self, report: PackingReport) -> str:
+    def _describe_attention(self) -> str:
         """Return the line of the report that names the attention of packs, why it was chosen, and its memory."""
         trainer = self._trainer
+        report = trainer.packing_report
+        assert report is not None  # made with the training loader
         attention = trainer.packed_model.attention
         text = f"{attention.name}: {attention.reason}"
         if not attention.is_flash:
@@ -227,7 +230,9 @@ class BeforeFirstStep(TrainerCallback):
         # The attention of this package leaves long documents to cuDNN
         if attention.name == ATTENTION_NAME and is_on_cuda and report.max_length >= LONG_DOCUMENT:
             text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
-        if self._data.shares_rows:  # documents share a common beginning, whose keys attention copies for each of them
+        if self._data.shares_rows:
+            # Attention copies the keys of a common beginning for each document that shares it. The text has the most
+            # memory of these copies
             feature = trainer.packed_model.feature
             text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
         return text
@@ -253,7 +258,7 @@ class BeforeFirstStep(TrainerCallback):
         if isolation.passed:
             prove_degrees(trainer, self._data.source.degrees)  # the degrees that packs of this run may have
             step_comparison = self._first_step.compare()
-        # Documents that share token rows, or packs that ranks share, cannot run as rows of a padded batch
+        # Documents that share the tokens of a prefix, or packs that ranks share, cannot run as rows of a padded batch
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1
         may_unpack = args.on_leak != "raise" and not is_shared and not packed_model.is_unpacked
         if step_comparison.problem is not None and may_unpack:
@@ -289,8 +294,8 @@ class CheckAdapterGradients(TrainerCallback):
     For example, fused kernels of Mamba-2 do not call an adapter on the output projection. Three cases are accepted:
 
     - The module around the adapter did not run. The adapter may get a gradient in a later step.
-    - The adapter ran and has a gradient of zero. The projection behind it may start at zero. An adapter that trains
-      single tokens (`trainable_token_indices`) has no gradient if none of these tokens is in the step.
+    - The adapter ran and has a gradient of zero: the matrix that follows its first matrix starts at zero, or it trains
+      single tokens (`trainable_token_indices`), and none of these tokens is in the step.
     - No adapter at all has a gradient, as with DeepSpeed, which holds gradients elsewhere.
     """
 
@@ -317,8 +322,8 @@ class CheckAdapterGradients(TrainerCallback):
         adapters = self._adapters or {}
         self._adapters = {}
         self._handles = []
-        # First, find out for each adapter with trained parameters whether it has a gradient. Of an adapter that did not
-        # run, a gradient of zero does not count
+        # First, find out for each adapter with trained parameters whether it has a gradient. A gradient of zero counts
+        # only if the adapter ran
         has_gradient: dict[str, bool] = {}
         for name, module in adapters.items():
             parameters = _trained_parameters(module)

@@ -4,18 +4,17 @@ All layers of a kind share one graph, so torch compiles one layer and not the wh
 the trainer's own code stay as they are, so nothing in them interrupts a graph. Under gradient checkpointing the
 recomputation of a layer is in its graph.
 
-Layers are compiled after the first optimizer step. Before it, temporary hooks (`CheckAdapterGradients`) and the
-forwards of the proofs, which test that documents in a pack do not influence each other, would make torch compile again,
-until it reaches its limit and compiles nothing more. For the same reason later proofs run uncompiled layers, and when
-training ends or fails, the trainer calls `CompileLayers.undo`.
+Layers are compiled after the first optimizer step. Before it, the proofs run, which test that documents in a pack do
+not influence each other, and temporary hooks are on the model (`CheckAdapterGradients`). With compiled layers torch
+would compile again for each of them, until it reaches its limit and compiles nothing more. So later proofs run the
+layers uncompiled, too. When training ends or fails, the trainer calls `CompileLayers.undo`.
 
-torch runs what it cannot compile as it is, without an error. So `CountingBackend` notes in the second step, the first
-step with compiled layers, which weights are inputs of graphs. The report says how many layers were compiled.
+torch runs what it cannot compile as it is, without an error. So `CountingBackend` finds out in the second step, the
+first with compiled layers, which layers ran in a graph: their weights are inputs of graphs. The report has the number.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention.models import backbone, base_model
 from ..compat import look_up_backend, undo_compilation
 from ..wording import count_of
-from .trainer_view import TrainerView
+from .trainer_view import TrainerView, complete_report
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -78,7 +77,9 @@ class CountingBackend:
         # The layers that are not known to be compiled, each with the names of its trained parameters that were in no
         # graph yet. Parameters that are not trained may belong to adapters that are not in use, which run nowhere. If a
         # layer has no trained parameter, one parameter in a graph is enough.
-        self._missing = {layer: _trained_names(layer) for layer in layers}
+        self._missing = {
+            layer: {name for name, weight in layer.named_parameters() if weight.requires_grad} for layer in layers
+        }
 
     def __call__(self, graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph, and return the function that runs it and notes its inputs."""
@@ -95,7 +96,8 @@ class CountingBackend:
     def _note_inputs(self, ids_of_inputs: set[int]) -> None:
         """Remove the weights that are inputs of a graph, given by the `id` of each input, from the missing weights."""
         for layer, missing_names in [*self._missing.items()]:
-            # The parameters are read in each call, because FSDP has other parameters in a layer while it runs
+            # The parameters are read in each call: while a layer runs, FSDP replaces its sharded parameters by whole
+            # ones
             names = {name for name, weight in layer.named_parameters() if id(weight) in ids_of_inputs}
             if names and names >= missing_names:
                 del self._missing[layer]
@@ -107,11 +109,6 @@ class CountingBackend:
         num_compiled = self._num_layers - len(self._missing)
         self._missing = {}
         return num_compiled
-
-
-def _trained_names(layer: nn.Module) -> set[str]:
-    """Return the names of the trained parameters of a layer."""
-    return {name for name, weight in layer.named_parameters() if weight.requires_grad}
 
 
 class CompileLayers(TrainerCallback):
@@ -137,7 +134,9 @@ class CompileLayers(TrainerCallback):
             self._report(self._backend.stop(), self._backend.num_graphs)
             return
         self._layers = decoder_layers(trainer.model)
-        self._is_done = not self._layers
+        if not self._layers:
+            self._is_done = True
+            return
         backend = trainer.args.torch_compile_backend
         assert backend is not None  # transformers sets "inductor"
         self._backend = CountingBackend(look_up_backend(backend, trainer.args.torch_compile_mode), self._layers)
@@ -145,14 +144,10 @@ class CompileLayers(TrainerCallback):
 
     def _report(self, num_compiled: int, num_graphs: int) -> None:
         """Print how many layers torch compiled, and write the line into the report."""
-        trainer = self._trainer
         num_layers = len(self._layers)
         text = f"{num_compiled} of {num_layers} layers compiled, {count_of(num_graphs, 'graph')}"
-        trainer.accelerator.print(f"torch_compile: {text}")
-        assert trainer.packing_report is not None  # made with the training loader
-        trainer.packing_report = replace(trainer.packing_report, compiled=text)
-        if trainer.args.packing_report and trainer.is_world_process_zero():
-            trainer.packing_report.save(str(trainer.args.output_dir))
+        self._trainer.accelerator.print(f"torch_compile: {text}")
+        complete_report(self._trainer, compiled=text)
 
     def undo(self) -> None:
         """Let the layers run as before this training. The trainer calls it at the end, also of a run that fails."""

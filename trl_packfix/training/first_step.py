@@ -41,7 +41,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from ..attention.models import base_model
 from ..data.rank_share import RankShare
 from ..data.row_values import WEIGHTS
 from ..isolation.gradients import SMALL_SHARE, gradient_products, largest_gap, relative_gaps
@@ -69,12 +68,12 @@ from .step_comparison import (
     to_int64,
 )
 from .totals import TrainingTotals
-from .trainer_view import TrainerView
+from .trainer_view import TrainerPart, TrainerView
 
 NUM_TOKENS_BEFORE = 8  # length of the document that is packed before the long document in `compare_longer`
 FINE_LOSS_GAP = 1e-4  # a relative gap of losses below this limit is accepted without a measurement of rounding
-# As `FINE_LOSS_GAP`, for gradients. TRL's fused LM head alone changes gradients of SmolLM2-135M in fp32 by 1.5e-4 to
-# 2.4e-4. The measurement of rounding does not show this change.
+# As `FINE_LOSS_GAP`, for gradients. It is larger, because TRL's fused LM head alone changes gradients of SmolLM2-135M
+# in fp32 by 1.5e-4 to 2.4e-4, and the measurement of rounding does not show this change.
 FINE_GRADIENT_GAP = 1e-3
 # Attributes of the trainer that the comparison sets, and restores at its end
 SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")
@@ -112,7 +111,7 @@ class _StepGradients(NamedTuple):
     products: Tensor | None
 
 
-class FirstStep:
+class FirstStep(TrainerPart):
     """The comparison of packed and unpacked training for one trainer. All ranks must call its methods together.
 
     Args:
@@ -122,14 +121,14 @@ class FirstStep:
         training_step: the method `training_step` of the trainer, without what a subclass adds to it, such as counters.
 
     Attributes:
-        longest_compared: length in tokens of the longest compared document. It is infinity, which says that
-            `compare_longer` does nothing, before `compare` has run and after a document did not fit.
+        longest_compared: length in tokens of the longest compared document. It is infinity before `compare` has run
+            and after a document did not fit into memory, and then `compare_longer` does nothing.
     """
 
     def __init__(
         self, trainer: TrainerView, data: TrainingData, objective: Objective, *, training_step: Callable[..., Tensor]
     ) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._data = data
         self._objective = objective
         self._training_step = training_step
@@ -154,7 +153,7 @@ class FirstStep:
         # Whether a forward pass of the unwrapped model waits for other ranks. FSDP2 and tensor parallelism divide the
         # parameters of a model in place, so for the probe a model without a wrapper may have an engine
         self._has_collectives = self._trainer.accelerator.num_processes > 1 and unwrapped_probe.has_engine
-        named_parameters = base_model(self._trainer.model).named_parameters()
+        named_parameters = self.base_model.named_parameters()
         trained_parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self._parameter_names = [*trained_parameters]
         self._parameters = [*trained_parameters.values()]
@@ -215,6 +214,7 @@ class FirstStep:
         loss_limit, gradient_limit = limits
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked, "
         text += f"apart by {_gap_text(loss_gap, loss_limit, FINE_LOSS_GAP)}"
+        # A `training_step` of the user's did not run: `self._training_step` is the method of this package
         method = f"{type(self._trainer).__name__}.training_step"
         if method in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
@@ -242,7 +242,7 @@ class FirstStep:
         trainer = self._trainer
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return False
-        if self._objective.summed_by_ranks:  # parameters whose gradients tensor parallelism sums in each backward
+        if self._objective.summed_by_ranks:  # tensor parallelism changes the gradients of these in each backward
             return False
         if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
@@ -287,7 +287,7 @@ class FirstStep:
         """Run the packs as the micro-batches of one step, by the trainer's methods; return loss and gradients."""
         trainer = self._trainer
         model = self._probe.model
-        value_keys = [WEIGHTS] if self._trainer.args.weight_column else []
+        value_keys = [WEIGHTS] if self.args.weight_column else []
         collate = self._data.training_collator(value_keys)
         batches = [self._probe.move_batch(collate(pack)) for pack in packs]
         if self._data.ranks.may_share_packs:  # sequence or tensor parallelism: several ranks have one pack
@@ -308,7 +308,8 @@ class FirstStep:
             is_under_ddp = self._unwrapped_model is not model
             with trainer.accelerator.no_sync(model) if is_under_ddp and not is_last else nullcontext():
                 losses.append(self._training_step(model, batch, num_items))
-        # As for its gradients, the trainer multiplies the loss of a rank so that the mean over ranks is the loss of all
+        # The loss of a rank is multiplied by the number of ranks, because DDP averages gradients. So the mean over
+        # ranks is the loss of the whole step
         loss = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
         return _StepGradients(float(loss), self._gradient_products(is_reduced=True))
 
@@ -321,7 +322,7 @@ class FirstStep:
         is in both packs runs once, and its factor counts both.
         """
         trainer = self._trainer
-        args = self._trainer.args
+        args = self.args
         documents = packs[0]  # these include the documents of the second pack
         copies = self._data.ranks.copies
 
@@ -345,7 +346,7 @@ class FirstStep:
         is_single = self._has_collectives or not self._data.reading.is_text_only
         batches: dict[int, list[int]] = {}  # indices of documents, by their length or by a key of their own
         for i, document in enumerate(documents):
-            batch_key = -i if is_single else document_length(document)
+            batch_key = -i if is_single else document_length(document)  # lengths are above 0
             batches.setdefault(batch_key, []).append(i)
 
         # Third, forward and backward passes. The backward passes are in the context, too, because gradient
@@ -373,7 +374,7 @@ class FirstStep:
             documents: B documents of equal length, which are the rows of one batch; or one document.
         """
         trainer = self._trainer
-        args = self._trainer.args
+        args = self.args
         labels = torch.stack([to_int64(document["labels"])[1:] for document in documents]).to(self._probe.device)
         if is_text(documents[0]):
             tokens = [to_int64(document["input_ids"]) for document in documents]
@@ -389,6 +390,7 @@ class FirstStep:
         uses_fused_head = not self._objective.fused_head_is_exact and not smoothing
         with trainer.compute_loss_context_manager():
             if uses_fused_head:
+                # The fused head shifts labels itself, so one is put before them
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
                 scores = self._unwrapped_model(**row, labels=padded, fused_lm_head=True)
             else:
@@ -435,10 +437,12 @@ class FirstStep:
             PackingLeakError: the states differ by more than rounding.
         """
         # First, find the document. `max_length_q`, an upper bound, needs no search in the batch
-        if self.longest_compared == inf or 2 * self.longest_compared > (self._trainer.args.max_length or inf):
+        longest_possible = self.args.max_length or inf
+        if self.longest_compared == inf or longest_possible < 2 * self.longest_compared:
             return
         plain_batches = [batch for batch in batches if is_plain(batch)]
-        # All ranks must decide alike if they wait for each other in forward passes
+        # All ranks must decide alike if they wait for each other in forward passes. Else each decides by its own
+        # number, which `int` returns as it is
         largest_of_ranks = self._max_over_ranks if self._has_collectives else int
         upper_bound = max((int(batch["max_length_q"]) for batch in plain_batches), default=0)
         if largest_of_ranks(upper_bound) < 2 * self.longest_compared:
@@ -452,7 +456,7 @@ class FirstStep:
 
         # Second, compare its states behind a short document of random tokens with its states alone
         try:
-            uncompiled = layers_uncompiled(self._trainer.args)
+            uncompiled = layers_uncompiled(self.args)
             with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad(), uncompiled:
                 pack = [self._probe.tokens(NUM_TOKENS_BEFORE), document]
 

@@ -86,9 +86,10 @@ class TrainingData(TrainerPart):
     Attributes:
         source: the training set.
         reading: reads datasets and collates documents.
-        reading_class: the class of `reading` in a run with packing, which `reading_class` has chosen.
+        reading_class: the class of `reading` in a run with packing.
         vocab_size: the size of the vocabulary of the model; None if its config has none.
-        turn_counts: how many conversations `per_turn` has split into how many samples of one turn; None without it.
+        turn_counts: into how many samples, one for each assistant turn, how many conversations were split (`per_turn`);
+            None without `per_turn`.
         data_report: whether every text of the training set is in the tokens once; None for tokenised rows.
         trained_summary: which tokens are trained, and by which setting.
         constructed_with: the model and settings of the constructor, and the check that refuses others later.
@@ -106,7 +107,8 @@ class TrainingData(TrainerPart):
     def __init__(
         self, trainer: TrainerView, args: SFTConfig, model: Any, *, train_dataset: object, eval_dataset: object
     ):
-        # Refuse, before the model is loaded, a DeepSpeed whose ZeRO-3 reads parameters before they are gathered
+        # Refuse, before the model is loaded, a version of DeepSpeed in which ZeRO-3 may read parameters before it has
+        # gathered them from all ranks
         require_gathers(args.world_size, args.device.type)
         super().__init__(trainer)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
@@ -124,29 +126,32 @@ class TrainingData(TrainerPart):
         """Read the training set, and prepare the model for packs."""
         trainer = self._trainer
         args = self.args
-        # First, check the engine and find the place of this rank. Under tensor parallelism, peft gives an adapter the
-        # sizes of the shard on this rank, and `declare_whole_sizes` sets the sizes of the whole matrix. Threads that
-        # exchange data must have ended when this process ends
+        # First, check the engine and find the place of this rank
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
+        # Under tensor parallelism, peft gives an adapter the sizes of the shard on this rank. This sets the whole sizes
         declare_whole_sizes(trainer.model)
         if args.world_size > 1:
+            # Threads that exchange data between ranks may abort the process if it ends before them
             wait_for_threads_at_exit()
-        # TRL then divides by a count of all labels; `_loss_shifts_labels` is True where it leaves the first label out
+        # If the model accepts a number of tokens as divisor, TRL divides its loss by a count of labels. The count has
+        # the first label of each row, unless `_loss_shifts_labels` is True
         self.trl_counts_first_labels = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
         # Second, make the collators
         self.padded_collator = trainer.data_collator
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
-            trainer.padding_free = True  # TRL's constructor got False, so that it makes no collator of packs
+            # TRL reads from this attribute that batches are packs. Its constructor got False, so that it made no
+            # collator
+            trainer.padding_free = True
             self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
             self._text_collator = collate.text_collator
 
-        # Third, read the training set and make the packed model. TRL does not call `_prepare_dataset` for datasets with
-        # images, so it is proved here that their texts are in the tokens
+        # Third, check all sets, read the training set and make the packed model. TRL does not call `_prepare_dataset`
+        # for datasets with images, so what it checks is checked here for them
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
             # Refuse images beside `conversations`, a form of text that TRL's collator cannot read
@@ -188,9 +193,9 @@ class TrainingData(TrainerPart):
             # batch has their numbers. The sources of a stream are numbered as they are read (`numbered_sources`), so
             # there the batch has their names
             source_numbers = {value: number for number, value in enumerate(self.source.row_values.column_values)}
-            is_numbered_later = self.source.numbered_sources is not None
+            names_sources = self.source.numbered_sources is not None
             self._trainer.data_collator = RowValuesCollator(
-                self.padded_collator, keys, source_numbers, names_sources=is_numbered_later
+                self.padded_collator, keys, source_numbers, names_sources=names_sources
             )
 
     def trained_line(self) -> str:
@@ -218,7 +223,7 @@ class TrainingData(TrainerPart):
         if args.packing:
             checks.check_replacement(dataset, self._dataset_read, self.vocab_size)
             if isinstance(dataset, Dataset):
-                # Remove a `completion_mask` that `completion_only_loss` tells TRL not to read
+                # Remove a `completion_mask` that TRL does not read, because `completion_only_loss` is False
                 trainer.train_dataset = without_ignored_mask(dataset, trainer.completion_only_loss)
         # The settings that depend on the dataset; `prepare_run` has checked the settings of the engine
         refuse_conflicts(
@@ -246,18 +251,18 @@ class TrainingData(TrainerPart):
             "cost_model": self.cost_model,
             "world_size": self.ranks.count,
             # Whether ranks wait for each other in every micro-batch, or once in an optimizer step
-            "synchronisation": checks.synchronisation(self._trainer.accelerator, base_model(self._trainer.model)),
+            "synchronisation": checks.synchronisation(self._trainer.accelerator, self.base_model),
             "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
-            # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens. With
-            # `balance="none"` documents stay in the packs that the strategy has planned
+            # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens. For
+            # this, documents are moved between packs, which only `balance="step"` allows, and "none" does not
             "evens_targets": has_user_loss and self.args.balance == "step",
         }
 
     @cached_property
     def cost_model(self) -> CostModel:
         """The FLOPs that a document of a length, and with images, costs on this model."""
-        model = base_model(self._trainer.model)
-        return self.reading.document_costs(make_cost_model(model.config, type(model)))
+        model = self.base_model
+        return self.reading.document_costs(make_cost_model(model.config, type(model)))  # adds what images cost
 
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
@@ -283,8 +288,8 @@ class TrainingData(TrainerPart):
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:
             # The collator pads packs to the capacity, the most tokens of a pack, which `auto_find_batch_size` may have
-            # lowered since the collator was made. So it is made again. If the proof has shown that the model cannot
-            # compute shared token rows, the new collator shares none: it is made with `PLAIN`, which is no feature
+            # lowered since the collator was made. So it is made again; with `PLAIN`, which shares no token rows, if the
+            # proof has shown that the model cannot compute shared ones
             feature = features_of(self.args) if self.shares_rows else PLAIN
             collate = self.packed_collator(self._trainer._train_batch_size, feature)
         if keys:
@@ -316,10 +321,10 @@ class TrainingData(TrainerPart):
         )
         text_collator = feature.make_collator(
             text_collator,
-            # No loss reads the output of the last token of a document, so where token rows are shared, a document may
-            # lack the row of that token. A router loss counts every token, so with it the row stays
+            # Where documents share tokens, the last token of a document can be left out of the pack, because no loss
+            # reads its output. A router loss counts every token, so with it the token stays
             keeps_last_rows=self._trainer.aux_loss_enabled,
-            compare=self.reading.compare,  # what two documents must have in common; None: their tokens
+            compare=self.reading.compare,  # returns what is compared of two documents; None compares their tokens
         )
         return PackCollator(text_collator, self.reading.pack_content())  # the content beside tokens, such as images
 
@@ -359,13 +364,14 @@ class TrainingData(TrainerPart):
     def make_packed_model(self) -> PackedModel:
         """Return the object that makes the model compute the documents of a pack separately, and that proves it."""
         args = self.args
-        # Hooks that are on the model in forwards on packs: inputs of adapters, and the noise of NEFTune by document
+        # Hooks that are on the model in forwards on packs. `LoraInputs` saves the memory of inputs of adapters in fp32,
+        # and `DocumentNoise` adds the noise of NEFTune by document
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
-            model = base_model(self._trainer.model)
-            # An unpacked model embeds documents of text longest first, and documents with images in the pack's order
+            # A model that mixes documents of a pack may be unpacked: it gets them as rows. Documents of text are then
+            # embedded longest first, and documents with images in the order of the pack
             is_text_only = self.reading.is_text_only
-            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, embeds_longest_first=is_text_only))
+            hooks.append(DocumentNoise(self.base_model, args.neftune_noise_alpha, embeds_longest_first=is_text_only))
         packed_model = PackedModel(
             self._trainer.model,
             self.attention_dtype,
@@ -378,8 +384,8 @@ class TrainingData(TrainerPart):
             feature=features_of(args, self.reading.feature),
         )
         # Proofs of an earlier start with an equal model and engine are read from the folder of the cached documents.
-        # Saved proofs hold for text only. So none is read if a processor makes the tokens of rows with images, which
-        # are then not stored in the dataset
+        # Saved proofs hold for text only, so none is read for rows with images, whose tokens are not stored in the
+        # dataset
         folder = self.source.cache_folder
         if folder is not None and self.reading.has_stored_tokens:
             plugin = self._trainer.accelerator.state.deepspeed_plugin
@@ -392,7 +398,7 @@ class TrainingData(TrainerPart):
         """The dtype that reaches the attention kernel: the dtype of autocast, else of the weights."""
         if self.args.bf16:
             return torch.bfloat16
-        return torch.float16 if self.args.fp16 else base_model(self._trainer.model).dtype
+        return torch.float16 if self.args.fp16 else self.base_model.dtype
 
 
 def source_class(dataset: object) -> type[TableSource] | type[StreamSource]:

@@ -6,7 +6,6 @@ predicted, and added to the measured memory. If the sum fits on the GPU, a line 
 not needed.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..attention.models import base_model
 from ..data.model_memory import GIB, TrainingMethod, count_model, describe_unneeded_checkpointing, predict_peak
 from ..isolation.probed_model import gather_values
 from .loading import TrainingData
-from .trainer_view import TrainerView
+from .trainer_view import TrainerView, complete_report
 
 MEASURED_STEPS = 2  # from the second step on, the states of the optimizer are in memory during forward and backward
 
@@ -48,7 +47,7 @@ class MeasureMemory(TrainerCallback):
     def __init__(self, trainer: TrainerView, data: TrainingData):
         self._trainer = trainer
         self._data = data
-        self._last_step = 0  # the step of the run after which memory is read
+        self._last_step = 0  # the number of the optimizer step after which memory is read
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *call: object, **kwargs: object) -> None:
         """Note after which step memory is read."""
@@ -72,10 +71,7 @@ class MeasureMemory(TrainerCallback):
         if saved is not None:
             text += describe_unneeded_checkpointing(fullest.allocated + saved, fullest.total, prefix="; ")
         print(f"memory: {text}")
-        assert trainer.packing_report is not None  # made with the training loader
-        trainer.packing_report = replace(trainer.packing_report, memory=text)
-        if trainer.args.packing_report:
-            trainer.packing_report.save(str(trainer.args.output_dir))
+        complete_report(trainer, memory=text)
 
     def _predict_saving(self) -> float | None:
         """Return the bytes that checkpointing saves on a GPU, for a full micro-batch; None if that is not predicted."""
@@ -88,7 +84,8 @@ class MeasureMemory(TrainerCallback):
             return None
         adapters = [*getattr(trainer.model, "peft_config", {}).values()]
         method = TrainingMethod(lora=bool(adapters), engine=engine)
-        # Adapters and dropout of the counted model draw random numbers, and the run must not depend on that
+        # `count_model` builds a model without memory. Its adapters and dropout draw random numbers, on which the run
+        # must not depend
         with torch.random.fork_rng(devices=[]):
             try:
                 # The sizes of weights and activations, from the config: no memory is taken
@@ -101,7 +98,10 @@ class MeasureMemory(TrainerCallback):
 
 
 def _engine_of(trainer: TrainerView) -> Any:
-    """Return the engine of a run as `TrainingMethod` names it; None if its memory cannot be predicted."""
+    """Return the engine of a run as `TrainingMethod` names it; None if its memory cannot be predicted, as of FSDP.
+
+    One process without an engine has the memory of a rank of DDP.
+    """
     kind = trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         stage = trainer.accelerator.deepspeed_plugin.zero_stage

@@ -9,9 +9,12 @@ The trainer (`trainer.py`) constructs one `Objective` and calls it at four place
 
 The loss is a mean over an optimizer step. With `document_weighting="token"` loss and gradients are TRL's, to the bit.
 With "document" every document counts the same, whatever its length (LongAlign, arXiv 2401.18058). With `weight_column`
-the loss of each document d, and its share of the divisor, are multiplied by the weight w_d of its row: sum(w_d *
-loss_t) / sum(w_d) over the trained tokens t of the whole optimizer step, or sum(w_d * mean_d) / sum(w_d) over its
-documents. So loss and gradient depend only on ratios of weights, and not on packing, accumulation or ranks.
+the weight w_d of a row counts in both sums of the mean, here for a token t of the document d, or for the mean of d:
+
+    "token":     sum(w_d * loss_t) / sum(w_d) over the trained tokens t of the whole optimizer step
+    "document":  sum(w_d * mean_d) / sum(w_d) over the documents d of the whole optimizer step
+
+So loss and gradient depend only on ratios of weights, and not on packing, accumulation or ranks.
 
 Words: a *document* is one training example, and a *pack* is one sequence of several documents. A *trained token* is one
 whose label is not -100. A *source* is the data set from which a document comes (`source_column`). A *dummy* is a batch
@@ -33,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ..attention.models import base_model
 from ..compat import parameters_summed_by_ranks, router_loss_coefficient
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import SOURCES, WEIGHTS
@@ -67,7 +69,7 @@ class Objective(TrainerPart):
             parallelism).
         row_values: weights and sources of the documents of the current micro-batch, each of shape (N,), by key.
         fused_head_is_exact: whether the fused LM head, from which the loss is computed, gives the log-probabilities of
-            the model's own logits. `check_fused_head` finds it out when training starts.
+            the model's own logits. The callback `BeforeTraining` sets it, and `first_step.py` reads it.
         same_pack_check: the check that ranks that share packs read the same packs.
     """
 
@@ -87,7 +89,7 @@ class Objective(TrainerPart):
         trainer = self._trainer
         args = self.args
         trainer.compute_loss_func = self._user_loss  # TRL below 1.15 replaces it for `loss_type="dft"`
-        score_tokens(base_model(trainer.model))  # adds the fused LM head
+        score_tokens(self.base_model)  # adds the fused LM head
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
         check_router_loss(trainer)
         shares_prefixes = features_of(args).is_on
@@ -119,12 +121,12 @@ class Objective(TrainerPart):
     def start_training(self) -> None:
         """Prepare the model and the totals again, because both may have changed since the trainer was constructed."""
         # Add the fused LM head again, because TRL may have replaced it: a trainer of TRL may have got this model
-        score_tokens(base_model(self._trainer.model))
+        score_tokens(self.base_model)
         training_set = self._data.source
         # The names of data sources: of a table all are known now, and a stream numbers them as they are read
         self.totals.set_sources(training_set.row_values.names, training_set.numbered_sources)
         self.same_pack_check.start_training()
-        self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._trainer.model))
+        self.summed_by_ranks = parameters_summed_by_ranks(self.base_model)
 
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
         """Move the weights and sources of documents from a batch to `row_values`.
@@ -171,13 +173,14 @@ class Objective(TrainerPart):
         with self.router_logits(inputs, layout) as router_logits:
             loss, outputs = self._loss(model, inputs, layout, num_items=num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # The loss is divided by the tokens of all ranks, and DDP averages gradients over ranks, so it divides again
+            # The loss is divided by the tokens of all ranks, so gradients should be summed over ranks. DDP averages
+            # them, which divides by the number of ranks once more
             loss = loss * self._data.ranks.count
         targets = layout.targets(outputs.label_mask)  # which outputs predict a trained token, and of which document
         aux_loss = None
         if self._trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-            if self._trainer.compute_loss_func is None:
+            if self._trainer.compute_loss_func is None:  # as in TRL, a loss of the user stays as it is
                 # The router loss is a mean over micro-batches, of which `count_step` has counted those with documents
                 num_statistics = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
@@ -225,15 +228,16 @@ class Objective(TrainerPart):
             outputs = model(**inputs, fused_lm_head=True)
         # Second case: the loss of the user, on a dummy and on documents
         if user_loss is not None and self.args.packing and not has_trained_tokens(inputs):
-            # The user's mean over a dummy would be 0 / 0. This sum is 0, also if logits are infinite. It depends on the
-            # logits, so that the backward runs, for which other ranks wait
+            # The user's mean over a dummy would be 0 / 0. This sum is 0, because all logits are masked, also infinite
+            # ones. It depends on the logits, so that the backward runs, for which other ranks wait
             is_masked = outputs.label_mask.new_ones(()).bool()
             return logits.masked_fill(is_masked, 0).sum(), outputs
         if user_loss is not None:
             # A user's loss may call another model, such as a teacher. Refuse one whose attention would ignore packs
             with self._trainer.user_code.other_models_checked(inputs):
                 return user_loss(outputs_with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
-        # Third case: label smoothing. TRL does not train the router loss here; this loss does
+        # Third case: label smoothing. TRL does not train the router loss here; this loss does. It takes the statistic
+        # of the forward with gradients
         if self._trainer.aux_loss_enabled:
             outputs.aux_loss = outputs_with_logits.aux_loss
         targets = layout.targets(outputs.label_mask)
@@ -299,7 +303,8 @@ class Objective(TrainerPart):
         batches = [batch for batch in batch_samples if "labels" in batch] if self.replaces_trl_loss else []
         if not batches:  # the loss is TRL's, or the user's batches have no labels
             return count(batch_samples)
-        # For each batch the number of trained tokens of each document, (N,); 0 where another rank counts the documents
+        # For each batch the number of trained tokens of each document, (N,). If ranks share a pack, `count_once`
+        # returns this number on the first of them, and 0 on the others
         counts_of_batches: list[Tensor] = []
         for batch in batches:
             layout = layout_of(batch)
@@ -321,6 +326,7 @@ class Objective(TrainerPart):
             pairs = zip(batches, counts_of_batches, strict=True)
             weights_of_batches = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
             weight = torch.stack(weights_of_batches).sum()
+            # The sum counts each document `copies` times; `count`, of transformers, corrects this itself
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
         # `batch_to_count` returns labels to count: one for each target, also if documents share the token
         return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
@@ -349,10 +355,11 @@ class Objective(TrainerPart):
             return
 
         def collect(module: nn.Module, args: tuple[object, ...], output: Any) -> None:
-            if not collected:  # with label smoothing a second forward, without gradients, computes the metrics
+            # Keep the first forward, with gradients. With label smoothing a second one computes the metrics
+            if not collected:
                 collected[:] = output.router_logits
 
-        handle = base_model(self._trainer.model).base_model.register_forward_hook(collect)
+        handle = self.base_model.base_model.register_forward_hook(collect)
         try:
             yield collected
         finally:
@@ -372,7 +379,7 @@ class Objective(TrainerPart):
         """
         if not router_logits:
             return outputs.aux_loss
-        config = base_model(self._trainer.model).config.get_text_config()
+        config = self.base_model.config.get_text_config()
         counts = layout.row_counts(trained)  # how many documents each token of this rank belongs to
         if not layout.group.is_alone:
             value = group_load_balancing(
@@ -386,6 +393,7 @@ class Objective(TrainerPart):
             return value if layout.group.is_leader else value - value.detach()
         # Without documents the statistic would be 0 / 0. So each token is counted once, and the value is set to 0
         is_empty = ~counts.any()
+        # As `attention_mask`, transformers' function takes weights of tokens, here the numbers of documents
         statistic: Callable[..., Any] = load_balancing_loss_func
         counts = counts.masked_fill(is_empty, 1)
         value = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, counts)
@@ -438,7 +446,7 @@ class Objective(TrainerPart):
         All ranks must call it.
         """
         is_end = "train_runtime" in logs
-        is_training_log = is_end or ("loss" in logs and start_time is not None)  # and not of an evaluation
+        is_training_log = is_end or ("loss" in logs and start_time is not None)  # the others are of evaluations
         if not self.replaces_trl_loss or not is_training_log:
             return
         self.gather_totals()
@@ -446,7 +454,8 @@ class Objective(TrainerPart):
         span = self.totals.training if is_end else window
         if span.num_steps:
             packing = self._data.source.packing
-            # Strategies whose steps have the documents of unpacked steps do not fill packs, so there is no capacity
+            # "minibatch" gives a step the documents that it has in unpacked training, however many tokens these have.
+            # So its packs have no capacity
             capacity = None
             if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank
@@ -457,7 +466,7 @@ class Objective(TrainerPart):
                 logs.pop("aux_loss", None)
             logs["num_tokens"] = self._trainer._total_train_tokens
         if is_end and logs["train_runtime"]:
-            logs["train_samples_per_second"] = round(self.totals.num_documents / logs["train_runtime"], 3)
+            logs["train_samples_per_second"] = round(span.sums["documents"] / logs["train_runtime"], 3)
 
 
 def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 A *table* (`table_source.py`) is read into documents when the trainer is constructed, and its packs are planned epoch
 by epoch. A *stream* (`stream_source.py`) is read and packed while the model trains. The rest of the trainer uses a
 `Source` and does not know which of the two it is: `loading.py` makes it, and takes the loader of packs from it;
-`restart.py` saves and continues its position. The loss reads how it packs, and so do the proofs, which test on the
-user's model that documents in a pack do not influence each other.
+`restart.py` saves and continues its position.
 
 A *document* is one training example as the model reads it; a *pack* is one sequence of several documents that the model
 reads together. With sequence parallelism several ranks share a pack, and their number is its *degree*.
@@ -27,9 +26,8 @@ from ..planning.packing import Packing
 from ..planning.schedule import Schedule
 from ..reporting.report import PackingReport
 from ..samples.row import PerTurnCounts
-from .config import SFTConfig
 from .reading import TextReading
-from .trainer_view import DataRanks, TrainerView
+from .trainer_view import DataRanks, TrainerPart, TrainerView
 
 NUM_COMPARED_STEPS = 2  # optimizer steps at the start of a run in which ranks check that they got the same packs
 
@@ -62,7 +60,7 @@ class LoadingView(Protocol):
     def value_columns(self) -> dict[str, str]:
         """The columns with the weight and the data source of each row (`weight_column`, `source_column`).
 
-        They are given by the keys that the values have in a batch.
+        The dictionary has the name of the column by the key of the values in a batch.
         """
 
     @property
@@ -84,8 +82,8 @@ class LoadingView(Protocol):
         """Return the collator that turns the documents of a pack into a batch.
 
         Args:
-            keys: the keys of weights and sources that the batch also has.
-            names_sources: whether documents have the names of their data sources and not numbers, as in a stream.
+            keys: the keys that the batch gets beside tokens and labels, for weights and data sources.
+            names_sources: whether a document has the name of its data source, as in a stream, and not its number.
         """
 
     def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
@@ -98,15 +96,15 @@ class LoadingView(Protocol):
         """
 
 
-class Source(ABC):
+class Source(TrainerPart, ABC):
     """The training set of a trainer.
 
     Attributes:
         kind: what messages call the training set.
         row_values: the weight and the data source (`source_column`) of each row of a table. It is empty for a stream,
             whose documents have these values themselves.
-        numbered_sources: for a stream, the number of each name in `source_column`. A rank numbers the names as it reads
-            them. None for a table, whose batches have numbers, and without `source_column`.
+        numbered_sources: for a stream, the index of each name in `source_column`. A rank gives a name its index when it
+            first reads it. None for a table, whose batches have indices, and without `source_column`.
     """
 
     kind: ClassVar[str]
@@ -114,13 +112,8 @@ class Source(ABC):
     numbered_sources: StreamSources | None = None
 
     def __init__(self, trainer: TrainerView, data: LoadingView):
-        self._trainer = trainer
+        super().__init__(trainer)
         self._data = data
-
-    @property
-    def args(self) -> SFTConfig:
-        """The config of the trainer."""
-        return self._trainer.args
 
     @abstractmethod
     def read(self, dataset: Any) -> None:
@@ -165,26 +158,26 @@ class Source(ABC):
         return None, None
 
     def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
-        """Return up to `num_documents` of the first documents of this rank, and the ranks that share a pack of them.
+        """Return up to `num_documents` first documents, and the group of ranks that can share a pack of them.
 
-        Ranks that share a pack get equal documents. This method returns the documents of the first rows, for a training
-        set of which no epoch is planned ahead.
+        The ranks of a group get equal documents. Here, for a training set of which no epoch is planned ahead, every
+        rank gets the documents of the first rows. The list is empty if one of these rows has an error.
         """
         args = self.args
-        degree = max(self.degrees, default=1)  # ranks in the largest groups. All ranks of a group get equal documents
+        degree = max(self.degrees, default=1)  # the number of ranks in the largest groups
         first_rows = self._trainer.train_dataset.take(num_documents)
         documents = list[dict[str, Any]]()
         try:
-            table = self._data.reading.read_whole_stream(first_rows)  # in memory
+            table = self._data.reading.read_whole_stream(first_rows)
             reader = self._data.reading.make_reader(table, "train")  # reads the tokens of a row
-            # Only weights: without a log, data sources have no effect
+            # Data sources are needed for the log only, so weights are read without them
             values = read_row_values(table, args.weight_column, source_column=None, name="train")
             # Where each document begins and ends in its row; `overlong` says what is done with too long documents
             spans = make_documents(reader, args.max_length, overlong=args.effective_overlong)
             document_dataset = DocumentDataset(reader, spans, values=values)
             documents = document_dataset.__getitems__([*range(min(num_documents, len(document_dataset)))])
         except ValueError:
-            # A row has an error. In training the stream drops this row, or names it in an error.
+            # A row has an error. The message comes in training, where the stream drops this row or raises the error.
             pass
         return documents, Group(size=degree, rank=self._data.ranks.rank % degree)
 
@@ -192,7 +185,7 @@ class Source(ABC):
         """Return the callbacks that the training set needs."""
         return []
 
-    # Steps and restarts. The methods here are right for a run whose epochs have equally many steps.
+    # Steps and restarts. The methods that are not abstract are right for a run whose epochs have equally many steps.
 
     @abstractmethod
     def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
@@ -228,8 +221,8 @@ class Source(ABC):
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
         """Set the loader so that training continues from a checkpoint.
 
-        transformers discards the first `num_skipped` micro-batches of the loader. The next micro-batch must be the one
-        after the checkpoint.
+        Afterwards transformers reads `num_skipped` micro-batches from the loader and discards them. The micro-batch
+        behind these must be the first after the checkpoint.
         """
 
     @abstractmethod

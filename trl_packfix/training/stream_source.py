@@ -9,7 +9,6 @@ divided evenly, several neighbouring ranks, or all ranks, read the same rows.
 """
 
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from . import checkpoints
 from .planner import packing_of
 from .same_data import check_same_stream
 from .source import LoadingView, Source
-from .trainer_view import TrainerView
+from .trainer_view import TrainerView, complete_report
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +61,9 @@ class StreamSource(Source):
         self.stream: PackedStream | None = None
 
     def read(self, dataset: IterableDataset) -> None:
-        """Prepare to number the sources. The rows are read, and checked, while the model trains."""
+        """Prepare for the names in `source_column`, which get numbers as they are read. Rows are read in training."""
         self.numbered_sources = None if self.args.source_column is None else StreamSources()
-        self.row_values = RowValues()
+        self.row_values = RowValues()  # documents of a stream have their weights and sources themselves
 
     # Packs
 
@@ -89,7 +88,7 @@ class StreamSource(Source):
             self._trainer.train_dataset,
             packing_of(args, **data.packing_arguments),
             rank=data.ranks.rank,
-            rows=data.reading.stream_rows(data.vocab_size),  # makes documents of rows
+            rows=data.reading.stream_rows(data.vocab_size),  # a `StreamRows`, which makes documents of rows
             pad_token_id=self._trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=data.worker_kwargs,
@@ -97,8 +96,8 @@ class StreamSource(Source):
             source_column=args.source_column,
         )
         collate = data.training_collator(data.value_columns, names_sources=True)
-        # The stream has workers that read its rows. The loader has other workers, which process the images of packs, if
-        # there are images (`finishes`)
+        # The stream has workers that read its rows. If the rows have images (`finishes`), the loader has other workers,
+        # which turn the images of a pack into pixels (`FinishedPacks`)
         settings = data.loader_settings
         if not stream.rows.finishes:
             settings["num_workers"] = 0
@@ -126,7 +125,10 @@ class StreamSource(Source):
         """Do nothing: `resume_loader` continues a stream, once transformers knows the step."""
 
     def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
-        """Set the stream to its position in a checkpoint. transformers then discards `num_skipped` micro-batches."""
+        """Set the stream to its position in a checkpoint.
+
+        The stream first yields `num_skipped` empty micro-batches, which transformers discards.
+        """
         if self.stream is not None:
             step = self._trainer.state.global_step
             resume_stream_at(
@@ -134,7 +136,7 @@ class StreamSource(Source):
             )
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
-        """Write the position of this rank in the stream into a checkpoint. Its state gets no further entry."""
+        """Write the position of this rank into a file of a checkpoint. Return {}: its state gets no further entry."""
         if self.stream is None:
             return None
         if self._data.ranks.copy_index == 0:  # processes that divide a model between them have equal positions
@@ -156,7 +158,7 @@ def resume_stream_at(
     Args:
         stream: the stream of this rank, which has not been read.
         checkpoint: the folder of the checkpoint.
-        num_steps: the number of optimizer steps that were trained.
+        num_steps: the number of optimizer steps that were trained; only read with `ignore_data_skip`.
         num_skipped: the number of micro-batches that transformers discards before it trains.
         ignore_data_skip: whether to begin with the first row in place of the position.
     """
@@ -177,7 +179,7 @@ def resume_stream_at(
         state = stream.merge_states(states)
         if stream.rank == 0:
             # `state["count"]` is the number of neighbouring ranks that read the same rows, and so have equal states. In
-            # this run it is `ranks_per_share` if the stream can be divided, and more if it cannot
+            # this run it should be `ranks_per_share`. It is more if what remains of the stream cannot be divided evenly
             different_states = states[:: first_state["count"]]
             num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
             all_read_it = state["count"] > stream.ranks_per_share
@@ -249,7 +251,6 @@ class StreamCallback(TrainerCallback):
         stream = self._source.stream
         num_steps = self._trainer.state.global_step
         assert stream is not None  # made with the training loader
-        assert trainer.packing_report is not None
         previous_report = trainer.packing_report
         state = stream.state_after(num_steps)
         counts = state["counts"]
@@ -259,9 +260,7 @@ class StreamCallback(TrainerCallback):
             counts_of_processes = gather_object([counts])
             different_counts = counts_of_processes[:: num_alike * self._data.ranks.copies]
             counts = sum(different_counts, StreamCounts())
-        report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
-        kept_values = {name: getattr(previous_report, name) for name in FIRST_FINDINGS}
-        report = trainer.packing_report = replace(report, **kept_values)
-        if trainer.args.packing_report and trainer.is_world_process_zero():
-            report.save(str(trainer.args.output_dir))
-        return report
+        trainer.packing_report = make_stream_report(
+            stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"]
+        )
+        return complete_report(trainer, **{name: getattr(previous_report, name) for name in FIRST_FINDINGS})

@@ -7,7 +7,8 @@ evaluation (`evaluation.py`) adds its batches to `EvaluationTotals`, and gathers
 Words: A *trained token* is a token with a label. A *target* is a pair of a document and a trained token (`layout.py`).
 A *source* is the name of the data set from which a document comes (`source_column`); losses are also logged by source.
 A *window* is the time between two logs. With sequence parallelism the ranks of a *group* share a pack. *Copies* are
-ranks that count the same tokens, because they divide one model between them (tensor parallelism).
+ranks that count the same tokens, because they divide one model between them (tensor parallelism). A *dummy* is a batch
+without a trained token, for a rank that has no document in a micro-batch.
 """
 
 import time
@@ -33,7 +34,7 @@ class FetchedBatch:
     """What is counted of a micro-batch when it is fetched.
 
     Attributes:
-        sizes: tokens of its documents, and how many of them this rank computes.
+        sizes: tokens of its documents, and how many of them this rank computes, as tensors ().
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         num_row_tokens: number of tokens on this rank, with padding.
         flops: FLOPs of forward and backward, ().
@@ -70,8 +71,7 @@ class ScoredBatch:
 OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
     "trained_tokens": lambda batch: batch.group.count_once(batch.trained.sum()),
     "tokens": lambda batch: batch.group.count_once(batch.sizes.tokens),  # tokens of documents, without padding
-    # Tokens that this rank computes, without padding: fewer than `tokens` if prefixes are shared. Each has a row of the
-    # pack, so `computed_rows` counts them
+    # Tokens that this rank computes, without padding: fewer than `tokens` if documents share prefixes
     "computed": lambda batch: batch.sizes.computed_rows,
     # Tokens on this rank, with padding. `torch.tensor` would synchronise with the device
     "row_tokens": lambda batch: batch.trained.new_full((), batch.num_row_tokens),
@@ -89,7 +89,7 @@ OF_OUTPUTS: dict[str, Callable[[ScoredBatch], Tensor]] = {
     "scored": lambda batch: batch.sum(batch.outputs.label_mask),  # number of labels
     "aux_loss": lambda batch: batch.targets.trained.new_zeros(()) if batch.aux_loss is None else batch.aux_loss,
 }
-"""The sums over outputs of the model, by name: what each batch adds. Only the loss of this package adds them."""
+"""The sums over outputs of the model, by name: what each batch adds. Only `Objective.compute_loss` adds them."""
 
 
 @dataclass
@@ -129,8 +129,8 @@ class TrainingTotals:
 
     Attributes:
         sources: names of the sources.
-        num_documents: documents over all ranks, gathered up to now.
-        is_scored: whether outputs of the model were added in this optimizer step.
+        is_scored: whether outputs of the model were added in this optimizer step, by which `callbacks.py` finds out
+            whether the loss of this package runs.
         training: sums of all windows that have ended.
         window: sums of the running window.
     """
@@ -153,7 +153,6 @@ class TrainingTotals:
         self._pending: dict[tuple[str, ...], Tensor] = {}
         # Sums by source of a stream that are not gathered yet, (2, `MAX_SOURCES`), by this rank's numbers of sources
         self._pending_by_source: Tensor | None = None
-        self.num_documents = 0
         self.is_scored = False
         self.training = StepSpan(dict.fromkeys(self._names, 0.0))
         self._start_window()
@@ -239,7 +238,7 @@ class TrainingTotals:
             return dict.fromkeys(self._names, 0.0)
         if self._stream_sources is not None:
             self._agree_on_sources(self._stream_sources)
-        # All ranks reduce vectors of the same length. A group to which this rank has added nothing is 0
+        # All ranks reduce vectors of the same length, with 0 for a group to which no rank has added anything
         dtype = next(iter(self._pending.values())).dtype
         pending = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
         sums = torch.cat([group_sums.to(accelerator.device) for group_sums in pending])
@@ -247,7 +246,6 @@ class TrainingTotals:
         gathered = dict(zip(self._names, sums_of_ranks, strict=True))
         self._pending = {}
         self.window.add(StepSpan(sums=gathered))
-        self.num_documents += round(gathered["documents"])
         return gathered
 
     def _agree_on_sources(self, rank_sources: StreamSources) -> None:

@@ -7,7 +7,7 @@ everything that may break with another version of TRL or transformers.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import LabelSmoother
 
+from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport
 from .config import SFTConfig
@@ -33,7 +34,7 @@ class TrainerView(Protocol):
     model_wrapped: nn.Module  # the model as the engine has wrapped it
     packed_model: PackedModel
     packing_report: PackingReport | None
-    user_code: Any  # a `UserCode`, whose module imports this one
+    user_code: Any  # a `UserCode`. Its class cannot be named here, because its module imports this one
 
     # Data
     train_dataset: Any
@@ -50,22 +51,22 @@ class TrainerView(Protocol):
     compute_loss_func: Callable[..., Any] | None
     compute_metrics: Callable[..., Any] | None  # the metrics of the user, from predictions
     label_smoother: LabelSmoother | None
-    aux_loss_enabled: bool  # whether the router loss of a mixture of experts is trained
+    aux_loss_enabled: bool  # whether the router loss of a mixture of experts is added to the loss
     router_aux_loss_coef: float
     neftune_noise_alpha: float | None
     model_accepts_loss_kwargs: bool  # whether the loss gets the number of trained tokens of an optimizer step
     current_gradient_accumulation_steps: int
-    _loss_shifts_labels: bool  # TRL: whether the loss counts only labels that a token before them predicts
+    _loss_shifts_labels: bool  # TRL: whether the loss leaves out the first label of a row, which no token predicts
     _total_train_tokens: int  # logged as `num_tokens`
-    _metrics: dict[str, Any]  # lists of values by mode and name; TRL's `log` averages them
+    _metrics: dict[str, Any]  # lists of values by mode ("train" or "eval") and name; TRL's `log` averages them
 
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
     def _get_train_sampler(self) -> Any: ...
-    def get_sp_size(self) -> int: ...
-    def get_tp_size(self) -> int: ...
+    def get_sp_size(self) -> int: ...  # ranks of TRL's sequence parallelism
+    def get_tp_size(self) -> int: ...  # ranks of tensor parallelism
     def is_world_process_zero(self) -> bool: ...
     def log(self, logs: dict[str, float]) -> None: ...
     def _get_output_dir(self, trial: object) -> str: ...
@@ -73,6 +74,20 @@ class TrainerView(Protocol):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: Any) -> Any: ...
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any: ...
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
+
+
+def complete_report(trainer: TrainerView, **findings: Any) -> PackingReport:
+    """Add findings to the packing report of a trainer and return it. With `packing_report`, save it on the first rank.
+
+    Args:
+        trainer: the trainer, whose loader of packs was made, and with it the report.
+        findings: values of fields of `PackingReport`.
+    """
+    assert trainer.packing_report is not None
+    report = trainer.packing_report = replace(trainer.packing_report, **findings)
+    if trainer.args.packing_report and trainer.is_world_process_zero():
+        report.save(str(trainer.args.output_dir))
+    return report
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,8 @@ class DataRanks:
         count: the number of data-parallel ranks.
         copies: the number of processes of a data-parallel rank.
         copy_index: the index of this process among the `copies` processes of its data-parallel rank.
-        may_share_packs: whether several processes may have the same pack, or parts of one pack (`tokens_per_rank`).
+        may_share_packs: whether several processes may have the same pack (tensor parallelism), or parts of one pack
+            (sequence parallelism, `tokens_per_rank`).
     """
 
     rank: int
@@ -115,3 +131,8 @@ class TrainerPart:
     def args(self) -> SFTConfig:
         """The config of the trainer."""
         return self._trainer.args
+
+    @property
+    def base_model(self) -> Any:
+        """The model without the wrappers of peft and of the engine."""
+        return base_model(self._trainer.model)
