@@ -58,7 +58,7 @@ class RunSettings:
     @property
     def packs(self) -> bool:
         """Whether training is packed."""
-        return getattr(self.args, "packing", False) or getattr(self.args, "padding_free", False)
+        return self.args.packing or self.args.padding_free
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
 
 
 def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ()) -> Condition:
-    """Return the condition that a field of the config is not `off`, or that it has one of the values `on`.
+    """Return the condition that a field of the config has one of the values `on`, or any value but `off` without `on`.
 
     Args:
         name: the field.
@@ -108,7 +108,7 @@ def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ())
         on: the values that meet the condition; () if every value but `off` meets it.
     """
     # As users write it: `name=False`, but `name="text"`
-    label = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
+    label = ", ".join(f"`{name}={value}`" if isinstance(value, bool) else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
     def describe(settings: RunSettings) -> str | None:
@@ -129,11 +129,7 @@ PACKING = Condition("packing", lambda settings: "packing" if settings.packs else
 NO_PACKING = Condition(
     "`packing=False`", lambda settings: None if settings.packs else "`packing=False`", "set `packing=True`"
 )
-PACKED_EVALUATION = Condition(
-    "`eval_packing=True`",
-    lambda settings: "`eval_packing=True`" if getattr(settings.args, "eval_packing", None) else None,
-    "leave `eval_packing` unset",
-)
+PACKED_EVALUATION = _field_condition("eval_packing", on=(True,))
 TOKENS_PER_RANK = _field_condition("tokens_per_rank")
 NO_TOKENS_PER_RANK = Condition(
     "no `tokens_per_rank`",
@@ -159,20 +155,22 @@ SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_leng
 NOT_OF_STREAMS = _strategy_condition(lambda traits: not traits.packs_streams)
 # "wrapped", which joins all documents and cuts them into blocks of `max_length` tokens
 CUT_BLOCKS = _strategy_condition(lambda traits: traits.cuts_blocks)
-# Strategies that limit packs by `max_length` or by the batch size, and not by `tokens_per_rank`. Lengths are not
-# enough for them, so `plan_packs` refuses them, and `alternative` says what to do in its place
+# Strategies that limit packs by `max_length` or by the batch size, and not by `tokens_per_rank`. They need more than
+# the lengths of documents, so the public function `plan_packs` refuses them. `alternative` has the text of its message
+# that says what to do instead
 NOT_PLANNED_BY_TOKENS = _strategy_condition(lambda traits: traits.alternative is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
 LAST_TURN = _field_condition("assistant_turns", "all")
 NO_EMPTY_THINKING = _field_condition("train_empty_thinking", True)
-EVERY_TURN = Condition(  # the loss does not depend on assistant turns
+EVERY_TURN = Condition(  # assistant turns are trained like all other tokens
     "neither `assistant_only_loss` nor `per_turn`",
     lambda settings: (
         None if ASSISTANT_ONLY.describe(settings) or PER_TURN.describe(settings) else "`assistant_only_loss=False`"
     ),
     "set `assistant_only_loss=True` or `per_turn=True`",
 )
+# Without the restriction to completions, the prompt and the turns before the last are trained, too
 HISTORY_TRAINED = _field_condition("completion_only_loss", None, (False,))
 CHUNKED = _field_condition("loss_type", "nll", ("chunked_nll",))
 LIGER = _field_condition("use_liger_kernel", False)
@@ -208,7 +206,7 @@ def OFFLOADING_ON_CPU(settings: RunSettings) -> str | None:
 def LIGER_LOSS(settings: RunSettings) -> str | None:
     kernels = settings.args.liger_kernel_config or {}
     name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)
-    return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
+    return None if name is None else f"`{name}={kernels[name]}` in `liger_kernel_config`"
 
 
 @_make_condition("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
@@ -261,6 +259,7 @@ STREAM = Condition(
     lambda settings: "an `IterableDataset`" if settings.is_stream and settings.packs else None,
     "load the dataset without streaming",
 )
+# The first two are about runs with packing only, and the third is about runs without it
 PACKED_IMAGES = _column_condition(IMAGES, "images", "remove the column of images")
 VIDEO_OR_SOUND = _column_condition(MEDIA, "video or audio", "remove the column where the text alone is to be trained")
 UNPACKED_IMAGES = _column_condition(IMAGES, "images and `packing=False`", "set `packing=True`", packs=False)
@@ -322,15 +321,20 @@ def ENCODER_DECODER(settings: RunSettings) -> str | None:
     return type(settings.model).__name__ if is_encoder_decoder else None
 
 
+def _adapter_configs(settings: RunSettings) -> list[Any]:
+    """Return the configs of the adapters that are on the model, and of the adapter that the trainer adds."""
+    configs = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
+    return [config for config in configs if config is not None]
+
+
 @_make_condition("adapters of peft (LoRA)", undo="train all weights")
 def ADAPTERS(settings: RunSettings) -> str | None:
-    adapters = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
-    return next((f"an adapter {adapter.peft_type.value}" for adapter in adapters if adapter is not None), None)
+    return next((f"an adapter {config.peft_type.value}" for config in _adapter_configs(settings)), None)
 
 
 @_make_condition("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
 def VIRTUAL_TOKENS(settings: RunSettings) -> str | None:
-    adapters = [*getattr(settings.model, "peft_config", {}).values(), settings.peft_config]
+    adapters = _adapter_configs(settings)
     config = next((adapter for adapter in adapters if getattr(adapter, "is_prompt_learning", False)), None)
     return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
 
@@ -392,7 +396,7 @@ def CONTEXT_PARALLELISM(settings: RunSettings) -> str | None:
 )
 def DEEPSPEED_TENSORS(settings: RunSettings) -> str | None:
     config = _deepspeed_config(settings).get("tensor_parallel", {})
-    training_config = config.get("tp") or config.get("tensor_parallel") or {}
+    training_config = config.get("tp") or config.get("tensor_parallel") or {}  # DeepSpeed accepts either key
     return _describe_size_above_one(
         {
             "tensor_parallel.autotp_size": config.get("autotp_size", 1),

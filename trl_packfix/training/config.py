@@ -43,8 +43,8 @@ BadRows = Literal["raise", "drop"]
 
 # TRL's class is read when this module is imported, because a script may later set `trl.SFTConfig` to `SFTConfig`
 ConfigOfTrl = trl.SFTConfig
-SPEED_NAMES = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")  # `exchange_speeds`
-
+# The keys that the field `exchange_speeds` may have
+SPEED_NAMES = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
 
 # A field in the docstring of `SFTConfig`: its name, and the indented lines of its text
 PARAMETER = re.compile(r"^    (\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
@@ -56,7 +56,7 @@ def with_help(config: Config) -> Config:
 
     The texts become metadata of the fields, so this decorator must run before `dataclass` does.
     """
-    # Names of the fields of experimental choices, such as `tokens_per_rank`
+    # Fields of experimental choices, such as "tokens_per_rank" of the condition with the name "`tokens_per_rank`"
     experimental = {condition.name.strip("`").partition("=")[0] for condition in EXPERIMENTAL}
     for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
         label = "Experimental, several GPUs have not run it yet. " if name in experimental else ""
@@ -75,11 +75,11 @@ class SFTConfig(trl.SFTConfig):
 
     Parameters:
         packing_strategy (`str`, *optional*, defaults to `"stream"`):
-            Which documents share a pack. `"stream"` packs neighbours in a shuffled order, anew every epoch, `"bfd"` is
-            best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split,
-            `"wrapped"` cuts the concatenation of all documents every `max_length` tokens (fragments of different
-            documents do not see each other), `"minibatch"` trains in every optimizer step on the documents of the
-            unpacked run, without its padding. `padding_free=True` without `packing` means `"minibatch"`.
+            Which documents share a pack. `"stream"` shuffles documents every epoch and packs consecutive ones, `"bfd"`
+            is best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split, `"wrapped"`
+            cuts the concatenation of all documents every `max_length` tokens (fragments of different documents do not
+            see each other), `"minibatch"` gives every optimizer step the documents that it has in unpacked training,
+            without padding. `padding_free=True` without `packing` means `"minibatch"`.
         overlong (`str`, *optional*):
             What happens to documents longer than `max_length`: `"truncate"` (`truncation_mode` sets the side),
             `"split"`, `"drop"` or `"raise"`. If unset, the strategy decides: `"split"` for `"bfd_split"` and
@@ -104,7 +104,7 @@ class SFTConfig(trl.SFTConfig):
             Whether `assistant_only_loss` and `per_turn` train an empty thinking block (`<think>\n\n</think>`) that the
             chat template puts in front of a turn without thoughts. One that the message has itself is trained.
         on_leak (`str`, *optional*, defaults to `"repair"`):
-            What to do when the probe finds, before the first step, that documents influence each other on this model:
+            What to do when a test finds, before the first step, that documents influence each other on this model:
             `"repair"` runs the modules where information crosses on each document separately, and unpacks if that does
             not help; `"unpack"` trains on the same documents as rows of padded batches (correct but slower, and
             reported); `"raise"` stops.
@@ -156,9 +156,10 @@ class SFTConfig(trl.SFTConfig):
             chat as one sample each) forward this beginning once. `"pack"`: documents that share a pack share their
             beginnings; batches, steps and the loss stay what they are, up to rounding. `"family"`: documents that begin
             alike are also brought together, so that more is shared; then an optimizer step has more documents, and
-            fewer that are independent of each other. A shared token has one draw of dropout for all its documents.
-            Where the test before the first step fails, nothing is shared, and a warning says why. Evaluation in packs
-            shares, too, with the whole set sorted. Images are compared by their content, with `"pack"` only.
+            fewer that are independent of each other. A shared token has one draw of dropout for all its documents. If a
+            test before the first step shows that the model cannot do it, nothing is shared, and a warning says why.
+            Evaluation in packs shares, too, with the whole set sorted. Images are compared by their content, with
+            `"pack"` only.
         exchange_speeds (`dict`, *optional*):
             With `tokens_per_rank`: what devices and links reach, by which degrees are chosen; as a flag, in JSON.
             `flops` of one device per second (default 400e12), bytes per second of an all-to-all `within` a node (300e9)
@@ -212,7 +213,7 @@ class SFTConfig(trl.SFTConfig):
         _refuse_texts(self)
         check_devices(self)
         check_precision(self)
-        say_deepspeed_communicates(self)
+        say_deepspeed_communicates(self)  # prints a line before DeepSpeed compiles, which may take minutes
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
             # Fields that the user leaves unset must not warn. `gradient_checkpointing`, a field of TRL's, must not warn
@@ -233,7 +234,8 @@ class SFTConfig(trl.SFTConfig):
         return self.overlong or STRATEGIES[self.packing_strategy].overlong
 
 
-# `dataclass` writes the constructor, so it is wrapped after the class is made
+# An argument that only the config of another trainer has raises a TypeError with the name here. `dataclass` writes the
+# constructor, so it is wrapped after the class is made
 SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]
 
 
@@ -245,12 +247,13 @@ def _literal_values(hint: object) -> tuple[str | None, ...]:
     return (None, *values) if values and is_union else values
 
 
-# The allowed values of each field of this class and of two fields of TRL; () if a field takes any value of its type
+TYPE_HINTS = get_type_hints(SFTConfig)  # of all fields, also those of TRL
+# The allowed values of each field of this class that has a choice of values, and of two fields of TRL
 CHOICES: dict[str, Collection[str | None]] = {
-    name: _literal_values(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
+    name: values for name in SFTConfig.__annotations__ if (values := _literal_values(TYPE_HINTS[name]))
 }
 CHOICES |= {"packing_strategy": STRATEGIES.keys(), "truncation_mode": get_args(TruncationMode)}
-TYPES_OF_FIELDS = {name: {*(get_args(hint) or (hint,))} for name, hint in get_type_hints(SFTConfig).items()}
+TYPES_OF_FIELDS = {name: {*(get_args(hint) or (hint,))} for name, hint in TYPE_HINTS.items()}
 # The types of each field that holds a number or a switch, and no text
 NUMERIC_FIELDS = {name: types for name, types in TYPES_OF_FIELDS.items() if types <= {bool, int, float, type(None)}}
 
@@ -300,7 +303,7 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
     warnings.warn(
         "`args` is a `TrainingArguments`, which has no `packing`: documents are not packed. Pass an `SFTConfig` with "
         "`packing=True`.",
-        stacklevel=4,
+        stacklevel=4,  # the line that constructs the trainer
     )
     values: dict[str, Any] = args.to_dict()
     values["hub_token"] = args.hub_token  # `to_dict` hides it
@@ -370,8 +373,7 @@ def check_config(args: SFTConfig) -> None:
             f"which is {args.packing_strategy!r}. Set `packing=True`, and `packing_strategy` to the one that you mean."
         )
     for name, values in CHOICES.items():
-        if values:
-            check_choice(name, getattr(args, name), values)
+        check_choice(name, getattr(args, name), values)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ValueError(
             f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
@@ -392,7 +394,7 @@ def check_config(args: SFTConfig) -> None:
         if needs_max_length or args.max_length is not None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
-    features_of(args)  # refuses a feature whose folder is missing
+    features_of(args)  # raises ValueError if the code of a feature is missing: features are folders that can be deleted
     refuse_conflicts(RunSettings(args=args))
 
 
@@ -416,13 +418,10 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
         return
     # Anything but a dictionary has no speeds, so it is refused as a name without a valid number
     named_speeds = speeds.items() if isinstance(speeds, dict) else [(speeds, 0.0)]
-    bad_names = []
     for name, speed in named_speeds:
         is_positive_number = type(speed) in (int, float) and 0 < speed < inf
         if name not in SPEED_NAMES or not is_positive_number:
-            bad_names.append(name)
-    if bad_names:
-        raise ValueError(
-            f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEED_NAMES)}, each a number "
-            f"above 0, and {bad_names[0]!r} is not one of them. Set a dictionary of these, or leave it unset."
-        )
+            raise ValueError(
+                f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEED_NAMES)}, each a "
+                f"number above 0, and {name!r} is not one of them. Set a dictionary of these, or leave it unset."
+            )

@@ -79,11 +79,15 @@ from .choices import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceConflicts:
-    """A choice, and the conditions that exclude it. Of two choices that exclude each other, one names the other.
+    """A choice of the user, and the conditions that exclude it.
+
+    If two choices exclude each other, only one of their records names the other. A record without `conflicts` gives a
+    choice that other records name its page in docs/.
 
     Attributes:
-        choice: the condition that a run has made the choice.
-        conflicts: the conditions that exclude the choice, and why, as a sentence.
+        choice: the condition that is met if the user has made the choice.
+        conflicts: the conditions that exclude the choice, each with the cause. The cause is a sentence that follows
+            "CONFLICT was given with CHOICE." in the message, so "it" is the conflict.
         remedies: what to set instead, by condition, where it is not enough to undo one of the two choices.
         page: the page in docs/ that describes the choice; "" without a page.
     """
@@ -99,7 +103,7 @@ class ChoiceConflicts:
 
     def refuse_conflicts(self, settings: RunSettings) -> None:
         """Raise ValueError if a run has made this choice and meets a condition that excludes it."""
-        choice_text = self.choice.describe(settings)
+        choice_text = self.choice.describe(settings)  # how a message names the choice; None if it was not made
         if choice_text is None:
             return
         for conflict, cause in self.conflicts.items():
@@ -131,7 +135,8 @@ def _capitalize(text: str) -> str:
 EXPERIMENTAL = (TOKENS_PER_RANK, TENSOR_PARALLELISM)
 
 ON_SEVERAL_DEVICES = "The boundaries of a pack are on one device, and modules on other devices cannot read them"
-# Causes that several records below give
+# Causes that several records below give. In the causes, a *row* is a row of the dataset or, where documents share rows,
+# one token of a pack
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
 _NO_PLACE = "What a row has belongs to its document, and where documents are in a batch of this collator is not known"
