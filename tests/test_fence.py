@@ -29,7 +29,7 @@ REVIEWED = {
         training/first_step.py document_noise.alpha
         training/first_step.py unwrapped_probe.drawing_modules
         training/lm_head.py forward_with_scores.__wrapped__
-        training/lm_head.py forward_with_scores.scores_tokens
+        training/lm_head.py forward_with_scores.has_token_scores
         training/lm_head.py scores.aux_loss
         training/lm_head.py scores.loss
         training/loading.py self._text_collator.shares

@@ -59,7 +59,8 @@ def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str,
         state: the state of the training data, which `read_state` returns.
         earlier_files: the result of `note_times` for this folder.
     """
-    # Files of an earlier run are not listed: callbacks overwrite them later, and their new size is not known yet.
+    # If a run writes a checkpoint into the folder of an earlier run, files of that run which have not changed yet are
+    # not listed: callbacks may overwrite them after this, and their new size is not known yet.
     files = {
         name: [stat.st_size, _hash_file(checkpoint / name)]
         for name, stat in _list_files(checkpoint)
@@ -130,7 +131,8 @@ def find_damage(checkpoint: Path) -> str | None:
         return problem
     # Earlier versions wrote no hash of the state, and listed sizes without hashes of files
     saved_hash = state.pop("hash", None)
-    if "files" not in state or saved_hash not in (None, _hash_of_state(state)):
+    has_wrong_hash = saved_hash is not None and saved_hash != _hash_of_state(state)
+    if "files" not in state or has_wrong_hash:
         return f"its `{STATE_FILE}` does not hold what was saved"
     for name, entry in state["files"].items():
         size, saved_digest = entry if isinstance(entry, list) else (entry, None)
@@ -166,7 +168,7 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     state: dict[str, Any] = json.loads(file.read_text())
-    if "settings" in state:  # the run read a table
+    if "settings" in state:  # the run read a table. A stream saves its settings in files of its own
         state["trained"] = read_trained(checkpoint, state["settings"]["documents"])
     return state
 
@@ -180,7 +182,8 @@ def save_trained(checkpoint: Path, now: TrainedMask, before: TrainedMask | None)
     Args:
         checkpoint: the folder of the checkpoint.
         now: the documents that were trained up to now.
-        before: the documents that were trained before the running plan was made; None if the plan has the whole epoch.
+        before: the documents that were trained before the running plan was made, if a resumed run has planned the rest
+            of the epoch anew; None if the plan has the whole epoch.
     """
     bits = np.packbits([now] if before is None else [now, before], axis=1)
     write_synced(checkpoint / TRAINED_FILE, lambda stream: np.save(stream, bits))
@@ -227,7 +230,7 @@ def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | Non
     consequence = "Training cannot continue from a part of its state."
     if requested is True or requested == "newest":
         newest, skipped = newest_whole(Path(output_dir))
-        reasons = "; ".join(skipped)
+        reasons = "; ".join(skipped)  # why newer checkpoints are skipped; "" if there are none
         if newest is not None:
             return str(newest), f"Resuming from {newest}: {reasons}." if skipped else None
         if requested == "newest":

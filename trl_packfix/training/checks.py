@@ -7,7 +7,7 @@ TRL has constructed itself (`check_prepared_sets`). Each start of training or ev
 """
 
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any
 
 import trl
 from accelerate import Accelerator
@@ -35,14 +35,14 @@ sampler_of_trl: object = trl.SFTTrainer._get_train_sampler
 
 
 def settings_of_trainer(trainer_class: type[TrainerView], arguments: dict[str, Any]) -> RunSettings:
-    """Return what a trainer was given, in the form that `refuse_conflicts` reads.
+    """Return the config and the arguments of a trainer as `RunSettings`, which `refuse_conflicts` reads.
 
     Args:
         trainer_class: the class of the trainer, which may be a subclass with methods of the user's.
         arguments: arguments of its constructor, by name.
     """
     dataset = arguments["train_dataset"]
-    sampler = cast(object, trainer_class._get_train_sampler)
+    sampler: object = trainer_class._get_train_sampler
     return RunSettings(
         columns=getattr(dataset, "column_names", None) or (),
         user_sampler=None if sampler is sampler_of_trl else f"{trainer_class.__name__}._get_train_sampler",
@@ -79,7 +79,7 @@ def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
     if args.tokens_per_rank is not None:
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
         num_heads = min(head_counts(config), default=None)
-        # Raises ValueError if no number of ranks can hold a document of `max_length`
+        # Called for its ValueError, if no number of ranks that may share a pack can hold a document of `max_length`
         possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads=num_heads)
 
 
@@ -110,8 +110,7 @@ def check_prepared_sets(
 
     Without this setting, datasets are checked when TRL prepares them.
     """
-    is_unprepared = UNPREPARED.describe(RunSettings(args=args)) is not None  # with `skip_prepare_dataset`
-    if not is_unprepared:
+    if UNPREPARED.describe(RunSettings(args=args)) is None:  # the condition `skip_prepare_dataset` is not met
         return
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     prepared_sets = [("train", train_dataset, args.packing)]
@@ -128,10 +127,12 @@ FIXED_FIELDS = ("packing", "padding_free")  # the constructor chooses the parts 
 # Settings by which the constructor makes labels, cuts documents, chooses collators and prepares the model
 FIXED_FIELDS_WITH_PACKING = (
     *FIXED_FIELDS,
-    *"packing_strategy max_length overlong truncation_mode bad_rows per_turn share_prefixes tokens_per_rank".split(),
-    *"pad_to_multiple_of pad_documents_to_multiple_of document_weighting weight_column source_column on_leak".split(),
-    *"enforce_flash_attention neftune_noise_alpha label_smoothing_factor use_liger_kernel".split(),
-    *"assistant_only_loss completion_only_loss assistant_turns train_empty_thinking".split(),
+    *"""
+    packing_strategy max_length overlong truncation_mode bad_rows per_turn share_prefixes tokens_per_rank
+    pad_to_multiple_of pad_documents_to_multiple_of document_weighting weight_column source_column on_leak
+    enforce_flash_attention neftune_noise_alpha label_smoothing_factor use_liger_kernel
+    assistant_only_loss completion_only_loss assistant_turns train_empty_thinking
+    """.split(),
 )
 
 
@@ -153,8 +154,9 @@ class ConstructedWith:
         Args:
             args: the settings now.
             model: the model now, without the wrapper of an engine.
-            trains: whether training starts. Before an evaluation fewer settings are checked, because evaluation reads
-                settings such as `max_length` anew.
+            trains: whether training starts. Then all settings that the constructor has read for packing are checked.
+                Before an evaluation only `FIXED_FIELDS` are, because evaluation reads settings such as `max_length`
+                anew.
         """
         names = FIXED_FIELDS_WITH_PACKING if trains and self._settings["packing"] else FIXED_FIELDS
         # The old and new value of each setting of `names` that was changed
@@ -223,8 +225,8 @@ def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisati
     """Return how often the engine lets ranks wait for each other.
 
     Returns:
-        "step", once in an optimizer step, under DDP and ZeRO-1. "micro", in every micro-batch, under everything else:
-        ZeRO-2 reduces gradients in every backward, and ZeRO-3 and FSDP gather parameters in every forward.
+        "step", once in an optimizer step, under DDP and ZeRO-1 (or 0). "micro", in every micro-batch, under everything
+        else: ZeRO-2 reduces gradients in every backward, and ZeRO-3 and FSDP gather parameters in every forward.
     """
     if isinstance(model, FSDPModule):  # transformers sharded the model when it was loaded; accelerate does not know it
         return "micro"
@@ -234,7 +236,7 @@ def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisati
 
 
 def check_quantisation(model: nn.Module, device_type: str) -> None:
-    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format of its own, for inference.
+    """Refuse a model in 4 bits on a CPU with bf16 instructions, where bitsandbytes would prepare it for inference only.
 
     dev/upstream.md describes the defect of bitsandbytes.
     """

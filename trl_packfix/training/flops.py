@@ -16,12 +16,13 @@ from torch import nn
 from ..planning.costs import CostModel
 
 # Dense TFLOP/s in bfloat16 with sums in float32, by a pattern of the name that CUDA gives to the GPU. A name that no
-# pattern matches (a GPU of a laptop, a MIG slice) has no peak here.
-# The numbers are from NVIDIA's data sheets and architecture whitepapers. Many sheets give the rate with sparsity, which
-# is twice as high. From other pages: B300 and GB300 (glennklockwood.com/garden/processors/B300,
-# verda.com/blog/gb300-nvl72-architecture), RTX A6000 (Microway's table, by llmperf.net), RTX PRO 6000 (hmc-tech.com).
-# RTX 5090: nanochat's table and zeroband's tests, after NVIDIA's whitepaper on RTX Blackwell. For RTX 6000 Ada other
-# tables have 181 and 364, and no page of NVIDIA's was found: set `peak_tflops`.
+# pattern matches (a GPU of a laptop, a MIG slice) has no peak here. Names of GH200, A100 and A800 end with a size or
+# form, so their patterns accept any end without "MIG". The numbers are from NVIDIA's data sheets and architecture
+# whitepapers. Many sheets give the rate with sparsity, which is twice as high. From other pages: B300 and GB300
+# (glennklockwood.com/garden/processors/B300, verda.com/blog/gb300-nvl72-architecture), RTX A6000 (Microway's table, as
+# llmperf.net cites it), RTX PRO 6000 (hmc-tech.com). RTX 5090: nanochat's table and zeroband's tests, after NVIDIA's
+# whitepaper on RTX Blackwell. For RTX 6000 Ada other tables have 181 and 364, and no page of NVIDIA's was found, so
+# users set the field `peak_tflops` of the config.
 PEAK_TFLOPS = (
     (r"NVIDIA GB300", 2500.0),
     (r"NVIDIA B300( SXM6 AC)?", 2250.0),
@@ -67,7 +68,8 @@ def own_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
 def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
     """Return the FLOPs of forward and backward of each document.
 
-    A weight that is not trained costs a third less, because the backward does not compute its gradient.
+    A backward costs two forwards: one for the gradients of activations, and one for the gradients of weights. The
+    second is not computed for a weight that is not trained.
 
     Args:
         costs: computes the FLOPs of a forward from lengths.

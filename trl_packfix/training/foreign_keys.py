@@ -16,11 +16,11 @@ import yaml
 
 Arguments = ParamSpec("Arguments")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# By the name of a setting in another trainer: the field here, with its value if one value is meant (`field: value`)
+# Maps the name of a setting in another trainer to the field here, with its value if one value is meant (`field: value`)
 RENAMED = {name: field for field, names in TABLES["renamed"].items() for name in names}
-# By the name of a setting in another trainer: how its values differ from the values of the field
+# Maps the name of a setting in another trainer to a note on how its values differ from the values of the field
 EXPLAINED = {name: note for note, names in TABLES["explained"].items() for name in names}
-# By the name of a setting in another trainer: why it is not needed here
+# Maps the name of a setting in another trainer to the reason why it is not needed here
 NOT_NEEDED = TABLES["removed"]
 
 
@@ -100,8 +100,9 @@ def _argument_hint(name: str, parameters: Collection[str], fields: Collection[st
         return " `tokenizer` is `processing_class` here."
     if name in fields:
         return f" Set it in the config: `args=SFTConfig({name}=...)`."
-    field = RENAMED.get(name, "").partition(":")[0]
+    field = RENAMED.get(name, "").partition(":")[0]  # "" for an unknown name
     hint = ""
+    # A hint for a field helps only if this constructor, or its config, has the field
     if name in NOT_NEEDED or field in parameters or field in fields:
         hint = describe_foreign_keys([name])
     if field in fields:

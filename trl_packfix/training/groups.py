@@ -17,10 +17,10 @@ COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # the tensors of a bat
 
 
 class SamePackCheck:
-    """Compares the packs of ranks that must read the same packs, in the first optimizer steps.
+    """Compares the packs of ranks that must read the same packs: of a table in the first steps, of a stream in all.
 
-    Different packs may have equal shapes, so that training would go on without an error. Each rank reads a stream by
-    itself, so packs of a stream are compared in every step.
+    Different packs may have equal shapes, so that training would go on without an error. Ranks plan a table alike, and
+    each rank reads a stream by itself, so ranks may read different packs of a stream in any step.
 
     Attributes:
         num_remaining_steps: the number of optimizer steps in which packs will be compared.
@@ -57,7 +57,7 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
     summaries = torch.stack([_summarize_pack(batch) for batch in batches])
     summaries_of_ranks = gather(summaries[None])  # (ranks, micro-steps, 3)
     for packs in summaries_of_ranks.transpose(0, 1).tolist():  # the summaries of one micro-step, by rank
-        degree = max(pack[0] for pack in packs)
+        degree = max(pack[0] for pack in packs)  # equal for all ranks, unless they have read different packs
         size = max(degree, copies)
         for rank, pack in enumerate(packs):
             first_rank = rank - rank % size
@@ -81,6 +81,7 @@ def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
     layout = layout_of(batch)
     tokens = batch["input_ids"]
     if not layout.group.is_alone:  # the batch is a part of a pack, and the layout describes the whole pack
+        # The collator has computed `checksum` before it cut the pack into parts
         return torch.tensor([layout.group.size, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
     tensors = [batch[name] for name in COMPARED_KEYS if name in batch]
@@ -88,6 +89,7 @@ def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
     for tensor in tensors:
         values = tensor.flatten().long()
         odd_numbers = 2 * torch.arange(len(values), device=values.device) + 1
-        # An overflow wraps around, in the same way on all ranks
+        # Each place has a factor of its own, so values in another order have another sum. An odd factor loses no bit of
+        # a value. An overflow wraps around, in the same way on all ranks
         checksum = 31 * checksum + (values * odd_numbers * odd_numbers).sum()
     return torch.stack([checksum.new_ones(()), checksum.new_tensor(tokens.numel()), checksum])

@@ -84,11 +84,11 @@ def score_tokens(model: PreTrainedModel) -> None:
 def add_token_scores(model: PreTrainedModel) -> None:
     """Make `model(..., labels=labels, fused_lm_head=True)` return [`TokenScores`]. Other calls stay as they are.
 
-    The `forward` of the model is replaced, as TRL does it, so that an engine wraps the computation of the loss, too. A
-    TRL trainer that is constructed later replaces `forward` once more, by a function that ignores `fused_lm_head`. So
-    this function is called again before training. It does nothing if the model has its `forward` already.
+    The `forward` of the model is replaced, as TRL does it, so that an engine (DDP, FSDP) wraps the computation of the
+    loss, too. `add_token_scores` does nothing if its `forward` is on the model already. It is called again before
+    training, because a TRL trainer that was constructed in between has replaced `forward` once more.
     """
-    if _has_mark(model.forward, "scores_tokens"):
+    if _has_mark(model.forward, "has_token_scores"):
         return
     forward = model.forward
     text = model.config.get_text_config()
@@ -129,7 +129,7 @@ def add_token_scores(model: PreTrainedModel) -> None:
 
     # `generate` checks its arguments against the signature of the model's forward
     forward_with_scores.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
-    forward_with_scores.scores_tokens = True  # type: ignore[attr-defined]
+    forward_with_scores.has_token_scores = True  # type: ignore[attr-defined]
     replace_forward(model, forward_with_scores)
 
 
@@ -168,13 +168,13 @@ def cap_fused_head(model: PreTrainedModel) -> None:
 def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Return whether the fused LM head and the model's own logits give equal log-probabilities; warn if they do not.
 
-    The two are compared on a batch of six equal short rows. The states of each row, before the head, are multiplied by
-    another factor, so that logits get large. A difference means that the model trains with other logits than it
-    generates from. Nothing is compared under ZeRO-3, where DeepSpeed would not release the gathered head after a fused
-    forward without gradients.
+    The two are compared on a batch of six equal short rows. The states that enter the head are multiplied by a factor,
+    from 1 in the first row to 1024 in the last, so that logits get large. All ranks must call this function. A
+    difference means that the model trains with other logits than it generates from. Nothing is compared under ZeRO-3,
+    where DeepSpeed would not release the gathered head after a fused forward without gradients.
 
     Args:
-        wrapped: the model as the engine has wrapped it. All ranks must call this function.
+        wrapped: the model as the engine has wrapped it.
         model: the model without a wrapper.
         dtype: the dtype in which the model computes, which sets the size of rounding.
     """
@@ -202,7 +202,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
             logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_PROBE_TOKENS:-1].float()
             scores = wrapped(input_ids=ids, labels=ids, fused_lm_head=True)
             fused_log_probs = scores.log_probs[:, 1 - NUM_PROBE_TOKENS :].float()
-    except (CannotRun, KernelError):  # the model takes no row without padding, or the first step raises the error
+    except (CannotRun, KernelError):  # the model cannot run these rows; an error that training has, too, comes there
         return True
     finally:
         handle.remove()
@@ -212,7 +212,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     own_log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     gaps = (own_log_probs - fused_log_probs).abs().amax(1)
     rounding = 2 * sizes * max(1e-4, 8 * torch.finfo(dtype).eps)
-    differs = ~(gaps <= 1e-5 + rounding)  # also for a gap that is not a number
+    differs = ~(gaps <= 1e-5 + rounding)  # True also for a gap that is not a number
     # The rows with scaled states count only up to logits of this size
     differs[1:] &= sizes[1:] <= LARGEST_LOGIT
     # A mask changes log-probabilities only a little, because an untrained model finds no token likely. So with a mask

@@ -18,11 +18,12 @@ class LoraInputs(ModelHooks):
     """Replaces the cast of inputs in LoRA layers, in packed forwards under autocast.
 
     peft casts the input of each adapted layer to the dtype of the adapter, fp32, and autocast casts it back, so each
-    input has a copy in fp32. Without the cast the results are equal to the bit; with dropout, other masks are drawn.
+    input has a copy in fp32. Without the cast the results are equal to the bit, if there is no dropout, which draws
+    other masks for another dtype.
 
     peft's cast stays in two cases: outside of packed forwards, such as in generation, which may run without autocast;
-    and for variants of LoRA such as DoRA, which compute in the dtype of the input. This class can be removed when peft
-    does not cast under autocast; see dev/upstream.md.
+    and for variants of LoRA such as DoRA, whose own computations would run in another dtype without the cast. This
+    class can be removed once peft no longer casts under autocast; see dev/upstream.md.
     """
 
     def __init__(self, model: nn.Module):

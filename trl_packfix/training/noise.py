@@ -25,7 +25,7 @@ class DocumentNoise(ModelHooks):
     embeddings.
 
     The ranks that share a pack have equal random states, so equal places of their parts of the pack would get equal
-    noise. So each of them draws from a generator whose seed contains the index of its part.
+    noise. So each of them draws from a generator with a seed of its own: a common seed plus the index of its part.
 
     Args:
         model: the model, which may compute the documents of a pack as one row, or unpacked, as padded rows.
@@ -39,9 +39,9 @@ class DocumentNoise(ModelHooks):
         self.model = model
         self.alpha = alpha
         self.embeds_longest_first = embeds_longest_first
-        # For each forward that is running, the innermost last: the lengths of its documents, (N,); the index of the
-        # document of each token, (1, T); and the ranks that share the pack. The entry is None for a forward on a batch
-        # without boundaries of documents.
+        # A stack with an entry for each running forward: the lengths of its documents, (N,); the index of the document
+        # of each token, (1, T); and the ranks that share the pack. An entry is None if the batch has no boundaries of
+        # documents.
         self._running: list[tuple[Tensor, Tensor, Group] | None] = []
         self._num_rows = 0  # rows that an unpacked model has embedded so far in the latest forward
 
@@ -87,7 +87,8 @@ class DocumentNoise(ModelHooks):
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()
         generator = None
         if not group.is_alone:
-            # All ranks of a group draw the same seed. It is drawn on the host, as one on the device would be copied.
+            # All ranks of a group draw the same seed. It is drawn on the host, so that it need not be copied from the
+            # device.
             seed = int(torch.randint(2**62, ()))
             generator = torch.Generator(output.device).manual_seed(seed + group.rank)
         noise = torch.empty_like(output).uniform_(-1, 1, generator=generator)

@@ -1,4 +1,4 @@
-"""Models that the user's code calls in a step beside the trained one: a teacher, a reference, an average of weights.
+"""Refuse other models that the user's code calls on packs, such as a teacher or a reference, if they are not prepared.
 
 A pack is a row of several documents. Only a model that was prepared for packs keeps the documents of a pack apart; any
 other model computes the row as one sequence, without an error. So while the user's code runs on a pack
@@ -35,7 +35,8 @@ class _UnpreparedModels:
         self._tokens = tokens
         self._num_documents = num_documents
         self._longest = longest
-        self._outermost: PreTrainedModel | None = None  # the unprepared model whose forward began last
+        # The unprepared model whose forward began last. It is not one of the models inside another, such as a backbone
+        self._outermost: PreTrainedModel | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Look at the positional arguments of a module before its forward."""
@@ -46,29 +47,26 @@ class _UnpreparedModels:
                 self._outermost = module
                 _check_own_weights(module)
             return
-        # A module inside the unprepared model, such as its embedding, which gets the tokens as first argument
+        # A module inside the unprepared model, such as its embedding, gets the tokens as its first argument. The model
+        # itself mostly gets them by a keyword, which this hook does not see
         model = self._outermost
         if model is not None and args and self._joins_documents(args[0]) and _is_inside(module, model):
-            self._raise_unprepared(model)
+            raise ValueError(
+                f"{type(model).__name__} was called in a training step with the tokens of a pack of "
+                f"{self._num_documents} documents, without their boundaries or without being prepared to read them. "
+                "The documents would see each other. Give it the whole batch, `model(**inputs)`, and if it is another "
+                "model than the trained one, call `trl_packfix.prepare_for_packing(model)` once before training."
+            )
 
     def _joins_documents(self, value: object) -> bool:
         """Return whether a value is one row with the first tokens of the pack, of more than one document."""
         if not isinstance(value, Tensor) or value.is_floating_point() or value.ndim != 2 or value.shape[0] != 1:
             return False
         num_tokens = value.shape[1]
-        has_several_documents = num_tokens > self._longest
+        has_several_documents = num_tokens > self._longest  # no single document of the pack has so many tokens
         if not has_several_documents or num_tokens > self._tokens.shape[1]:
             return False
         return torch.equal(value.to(self._tokens.device), self._tokens[:, :num_tokens].to(value.dtype))
-
-    def _raise_unprepared(self, model: PreTrainedModel) -> None:
-        """Raise the error that names an unprepared model."""
-        raise ValueError(
-            f"{type(model).__name__} was called in a training step with the tokens of a pack of {self._num_documents} "
-            "documents, without their boundaries or without being prepared to read them. The documents would see each "
-            "other. Give it the whole batch, `model(**inputs)`, and if it is another model than the trained one, call "
-            "`trl_packfix.prepare_for_packing(model)` once before training."
-        )
 
 
 def _is_inside(module: nn.Module, model: nn.Module) -> bool:

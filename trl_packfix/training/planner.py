@@ -36,16 +36,17 @@ def packing_of(
         settings: fields of `Packing` with other values than the config gives.
     """
     # First the fields whose values are computed from the config
-    speeds: Any = config.exchange_speeds
+    speeds: Any = config.exchange_speeds  # of GPUs and of the links between them, by name; see `SFTConfig`
     settings = {
-        "overlong": config.effective_overlong,
+        "overlong": config.effective_overlong,  # what is done with too long documents: `overlong` or the default
         "seed": config.seed if config.data_seed is None else config.data_seed,
         "shuffle": config.train_sampling_strategy != "sequential",
         "speeds": None if speeds is None else Speeds(**speeds),
         "cost_model": cost_model,
         "world_size": world_size,
     } | settings
-    # Then the fields that the config has, under the same name or one of `CONFIG_NAMES`
+    # Then the other fields that the config has. `CONFIG_NAMES` has the name in the config of each field, mostly the
+    # same
     for setting in fields(Packing):
         config_name = CONFIG_NAMES[setting.name]
         if setting.name not in settings and hasattr(config, config_name):
@@ -61,7 +62,7 @@ def documents_of(reader: RowReader, config: "SFTConfig | PlanningSettings") -> D
         config.effective_overlong,
         truncation_mode=config.truncation_mode,
         cuts_blocks=STRATEGIES[config.packing_strategy].cuts_blocks,  # documents are cut where a block of tokens ends
-        feature=features_of(config),
+        feature=features_of(config),  # the option of packs that is on, such as `share_prefixes`
     )
 
 

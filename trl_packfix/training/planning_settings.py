@@ -1,6 +1,6 @@
 """`PlanningSettings`: what planning reads of a config, without TRL and torch, which take seconds to import.
 
-`trl-packfix plan` and `show` construct it in place of an `SFTConfig` if their flags set nothing else
+`trl-packfix plan` and `show` construct it in place of an `SFTConfig` if their flags set no other field
 (`cli/dry_run.py`), and `planner.py` takes either of the two. A test compares the defaults with those of `SFTConfig`.
 """
 
@@ -16,7 +16,10 @@ from ..planning.units import Balance
 
 @dataclass(frozen=True)
 class PlanningSettings:
-    """The fields of `SFTConfig` that planning reads, with the same defaults and the same checks.
+    """The fields of `SFTConfig` that planning reads, with the same defaults. `SFTConfig` describes them.
+
+    The checks are a part of those of `SFTConfig`. Where they fail, the command line constructs an `SFTConfig`, whose
+    messages it shows.
 
     Raises:
         ValueError: a value is unknown, or contradicts another value.

@@ -36,14 +36,15 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
         args: the config of the run.
 
     Returns:
-        A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised has no tokens, and the
-        reason in the column `BAD_ROW_COLUMN`. The second value says how many conversations `per_turn` has split into
-        how many samples; it is None without `per_turn`, or if the table is tokenised.
+        A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised stays in the table
+        without tokens, with the reason in the column `BAD_ROW_COLUMN`. The second value says how many conversations
+        `per_turn` has split into how many samples; it is None without `per_turn`, or if the table is tokenised.
     """
     check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        check_tokenised(dataset, "train", max(len(tokenizer), tokenizer.vocab_size), packing=True)
+        vocab_size = max(len(tokenizer), tokenizer.vocab_size)  # with added tokens, which some tokenizers do not count
+        check_tokenised(dataset, "train", vocab_size, packing=True)
         return dataset, None
     prepared = make_samples(
         dataset,
@@ -51,7 +52,7 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
         args,
         tokenizer=processing_class,
         completion_only_loss=trains_only_completions(args),
-        keeps_bad_rows=True,  # without tokens
+        keeps_bad_rows=True,
     )
     assert isinstance(prepared.rows, Dataset)
     return prepared.rows, prepared.turns
@@ -65,10 +66,11 @@ def check_data(
     formatting_func: FormattingFunction | None = None,
     name: str = "train",
 ) -> DataReport:
-    """Report whether everything that the rows of a dataset give is in the tokens that training would make, once.
+    """Report whether the tokens that training would make contain everything that the rows of a dataset give, once.
 
-    Marks are put into the texts of a few rows, which have each kind of text of all rows: contents, thoughts, tool calls
-    and their arguments, tools. They are followed through the chat template. No model is needed, and nothing is changed.
+    Marks are put into the texts of a few rows. These are chosen so that every kind of text is in one of them: contents,
+    thoughts, tool calls and their arguments, tools. They are followed through the chat template. No model is needed,
+    and nothing is changed.
 
     Args:
         dataset: rows that are not tokenised. The first 100 rows of a stream are read.
@@ -107,7 +109,7 @@ def rendering_of(
     """Return the object that makes texts of rows as a trainer does. It uses a copy of the tokenizer or processor."""
     if args is None:
         return Rendering(processing_class, formatting_func=formatting_func)
-    ours = adopt_args(args, "output")
+    ours = adopt_args(args, default_output_dir="output")
     processing_class = copy.deepcopy(processing_class)
     _set_up(processing_class, ours)
     return Rendering.from_args(ours, processing_class, formatting_func)
@@ -117,7 +119,7 @@ def check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -
     """Refuse what a trainer refuses, and set the tokenizer up as TRL does."""
     # First refuse settings that cannot be combined, and datasets that cannot be used
     refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
-    check_datasets(args, dataset, None, is_formatted=False)
+    check_datasets(args, dataset, eval_dataset=None, is_formatted=False)
     # Then set EOS, chat template and pad token
     _set_up(processing_class, args)
 

@@ -1,11 +1,11 @@
-"""Show on stderr what is done before the first step, where users wait for it: on rank 0 only.
+"""Show on stderr what is done before the first step, where users wait for it.
 
 A *proof* tests that documents in a pack do not influence each other on the user's model. If they do, modules of the
 model are *repaired*, if possible.
 
 `status_shown` shows a text and the elapsed time while the dataset is read or a model is proved; `proof_status` adds how
 many forwards the proof has run. The `say_deepspeed_*` functions print a line before DeepSpeed compiles an extension,
-which takes minutes and prints nothing.
+which takes minutes and prints nothing. The first rank shows a status, and the first rank of each machine prints a line.
 """
 
 import os
@@ -44,7 +44,7 @@ def status_shown(args: TrainingArguments, text: str) -> Iterator[Callable[[str],
     ) as progress:
         task = progress.add_task(text, total=None)
         yield lambda text: progress.update(task, description=text)
-        progress.update(task, total=1, completed=1)
+        progress.update(task, total=1, completed=1)  # stops the clock
 
 
 @contextmanager
@@ -72,14 +72,14 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
 
 
 def say_deepspeed_communicates(args: TrainingArguments) -> None:
-    """Print a line if DeepSpeed is going to compile its communication for CPUs, when ranks first exchange data."""
+    """Print a line if DeepSpeed is going to compile its communication for CPUs, as ranks first exchange data."""
     uses_deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if uses_deepspeed and not torch.accelerator.is_available():
         _say_compiles("deepspeed_shm_comm", "communication of ranks on this machine")
 
 
 def say_deepspeed_offloads(accelerator: Accelerator) -> None:
-    """Print a line if DeepSpeed is going to compile its optimizer for states in CPU memory, when training begins."""
+    """Print a line if DeepSpeed is going to compile its optimizer for states in CPU memory, as training begins."""
     plugin = accelerator.state.deepspeed_plugin
     key = "zero_optimization.offload_optimizer.device"
     if plugin is not None and plugin.hf_ds_config.get_value(key) == "cpu":

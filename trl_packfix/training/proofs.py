@@ -1,9 +1,9 @@
 """Proofs on the wrapped model, before training: the feature of packs, and packs that several ranks share.
 
-The callbacks call both proofs after the engine has wrapped the model. A *feature* (`feature.py`) is an option of packs,
-such as `share_prefixes`. `prove_feature` tests that packs with the feature of the run give each document the outputs
-that it has by itself. `prove_degrees` tests that documents in a pack do not influence each other if several ranks share
-the pack. The number of these ranks is the *degree*, and each degree is tested.
+`BeforeFirstStep` (`callbacks.py`) calls both proofs after the engine has wrapped the model. A *feature* (`feature.py`)
+is an option of packs, such as `share_prefixes`. `prove_feature` tests that packs with the feature of the run give each
+document the outputs that it has by itself. `prove_degrees` tests that documents in a pack do not influence each other
+if several ranks share the pack. The number of these ranks is the *degree*, and each degree is tested.
 """
 
 from collections.abc import Iterable
@@ -27,6 +27,8 @@ def prove_feature(trainer: TrainerView, data: TrainingData, wrapped: nn.Module) 
     Raises:
         PackingLeakError: the proof fails, and the plan needs the feature, or `on_leak="raise"` is set.
     """
+    # Without a feature, documents share no token rows. `is_proved`: documents in plain packs do not influence each
+    # other
     if not (data.shares_rows and trainer.packed_model.is_proved):
         return None
     # In the context `attending` the model has the attention that keeps documents of a pack apart
@@ -43,6 +45,9 @@ def prove_degrees(trainer: TrainerView, degrees: Iterable[int]) -> list[Isolatio
     """Make the process groups of all degrees, and prove at each degree that documents do not influence each other.
 
     All ranks must call it. A degree of 1, a pack on one rank, needs no process group and no second proof.
+
+    Raises:
+        PackingLeakError: documents influence each other at a degree.
     """
     shared_degrees = [degree for degree in degrees if degree > 1]
     make_groups(shared_degrees, trainer.args.ddp_timeout_delta)

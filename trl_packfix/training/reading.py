@@ -30,13 +30,16 @@ from .trainer_view import TrainerPart
 class TextReading(TrainerPart):
     """Reads the datasets of a run whose rows are text. The classes of features override its methods.
 
+    `TrainerPart` gives it the trainer, as `self._trainer`, and its config, as `self.args`.
+
     Attributes:
         trl_accepts_packing: whether TRL's constructor accepts `packing=True` with such rows.
         is_text_only: whether documents hold only text, so that documents of one length can be the rows of one batch.
         has_stored_tokens: whether the tokens of all documents can be read without a processor.
-        feature: the feature of packs, by which they are proved.
+        feature: the feature of packs. The test that documents in packs do not influence each other is made with it.
         tower: the part of the model that reads no text; an empty module if there is none.
-        compare: returns the content of documents that `PrefixCollator` compares; None compares tokens.
+        compare: returns the content of documents by which `share_prefixes` finds common beginnings; None compares
+            tokens.
     """
 
     trl_accepts_packing = True
@@ -61,7 +64,10 @@ class TextReading(TrainerPart):
         return StreamTokens(vocab_size)
 
     def first_stream_row(self, dataset: IterableDataset) -> Any:
-        """Return the tokens of the first row of a stream, or what else tells rows apart."""
+        """Return the tokens of the first row of a stream, by which ranks check that they read the same stream.
+
+        Subclasses may return something else that tells rows apart.
+        """
         return np.asarray(next(iter(dataset))["input_ids"]).tolist()
 
     def read_whole_stream(self, dataset: IterableDataset) -> Dataset:
@@ -86,13 +92,21 @@ class TextReading(TrainerPart):
         """Refuse a table that cannot be evaluated in padded batches."""
 
     def select_alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
-        """Return those of some documents on which all ranks run the same parts of the model. All ranks must call."""
+        """Return the documents on which all ranks run the same parts of the model. All ranks must call it.
+
+        Text runs the same parts everywhere. A document with images also runs a vision tower, in which ranks may wait
+        for each other, so a subclass leaves such documents out unless every rank has one.
+
+        Args:
+            documents: candidates on this rank.
+            sum_over_ranks: returns the sum of a number over all ranks.
+        """
         return documents
 
     # Costs
 
     def document_costs(self, costs: CostModel) -> CostModel:
-        """Return the costs of documents, from the costs of their tokens."""
+        """Return what documents cost, from what their tokens cost: the same for text; images cost more."""
         return costs
 
     def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor | float:

@@ -4,18 +4,18 @@ A proof is a test before training that documents in a pack do not influence each
 `IsolationReport`. `PackedModel` calls `RememberedProofs.recall` in place of the test, which returns the saved report of
 an earlier start, or runs the test and saves its report.
 
-A report is saved if the test passed without a repair of the model, on text only. The name of its file is a hash of
-everything that the proof depends on:
+A report is saved if the test passed. `PackedModel` calls `recall` only for tests on text, of a model without repairs.
+The name of its file is a hash of everything that the proof depends on:
 
-- the code of this package (every file), and the versions of all packages that are loaded or installed, kernels among
-  them;
-- the modules of the model, their code, hooks and simple attributes, parameters, configs, attention, engine, device;
+- the code of this package (every file), and the versions of all packages that are loaded or installed;
+- the modules of the model, their code, hooks and simple attributes, parameters, configs, attention, device, and the
+  engine (DDP, DeepSpeed, FSDP);
 - the files of the classes of these modules, and the files beside them, because a version says nothing about a package
   whose code is edited in place.
 
-Two kinds of functions are not part of the hash: functions that are replaced while the program runs, and functions in
-another folder than the class that calls them, in a package without a version. Every start runs them in the comparison
-of the first step (`first_step.py`).
+Two kinds of functions are not part of the hash: functions that are replaced while the program runs, and functions of a
+package without a version, in another folder than the class that calls them. Every start tests them all the same, when
+it compares its first step with unpacked training (`first_step.py`).
 """
 
 import hashlib
@@ -68,13 +68,14 @@ class RememberedProofs:
             wrapped: the model as the engine has wrapped it.
             prove: runs the proof.
             model: the model without a wrapper.
-            case: what is proved of the model, with an equal `repr` in every process.
+            case: what else the proof depends on, such as the dtype and the longest document; with an equal `repr` in
+                every process.
         """
         key = hashlib.sha256(repr([case, self.settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
         file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
         arrays = read_arrays(file)
-        all_ranks_have_report = all(gather_values(arrays is not None))
-        if all_ranks_have_report and arrays is not None:
+        report_exists_on_ranks = gather_values(arrays is not None)  # the values of all ranks
+        if arrays is not None and all(report_exists_on_ranks):
             return IsolationReport(**json.loads(arrays["report"].tobytes()))
         report = prove()
         if report.passed:
@@ -85,7 +86,7 @@ class RememberedProofs:
 
 def _proof_key_parts(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     """Yield what a proof depends on, in forms that have equal texts in every process: no addresses and no times."""
-    # Code and versions
+    # Code and versions. `PREPARATION_SOURCE_HASH` is a hash of every file of this package
     device = next(model.parameters()).device.type
     versions = {name: _package_version(name) for name in [*sys.modules] if "." not in name}
     yield PREPARATION_SOURCE_HASH, sorted((name, version) for name, version in versions.items() if version is not None)

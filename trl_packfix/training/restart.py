@@ -40,7 +40,7 @@ class Restart(TrainerPart):
 
     Attributes:
         resumed: the checkpoint from which this training resumes, and its state; None for a new run.
-        weights_folder: the checkpoint whose weights were read last.
+        weights_folder: the checkpoint whose weights the trainer has read last.
     """
 
     resumed: tuple[str, dict[str, Any]] | None = None
@@ -49,8 +49,8 @@ class Restart(TrainerPart):
     def __init__(self, trainer: TrainerView, data: TrainingData):
         super().__init__(trainer)
         self._data = data
-        # Files that an earlier run wrote in the folder of the unfinished checkpoint: the time of their last change, by
-        # name
+        # The files that an earlier run wrote in the folder of the unfinished checkpoint, as `note_times` returns them:
+        # the time of the last change of each, by name. If a file still has this time, this run has not written it
         self._earlier_files: dict[str, int] = {}
 
     def choose_checkpoint(self, requested: str | bool | None) -> str | bool | None:
@@ -98,7 +98,7 @@ class Restart(TrainerPart):
         kind = source_class(self._trainer.train_dataset).kind if self.args.packing else None
         saved_kind = None
         if state is not None:
-            saved_kind = "table" if "step_hash" in state else "stream"
+            saved_kind = "table" if "step_hash" in state else "stream"  # only a table is planned ahead, step by step
         if saved_kind != kind and not self.args.ignore_data_skip:
             now = f"with packing a {kind}" if kind else "without packing"
             before = "without packing, by another trainer or with `save_only_model=True`"
@@ -177,7 +177,7 @@ class Restart(TrainerPart):
         return "fsdp" if self._trainer.is_fsdp_enabled else "none"
 
     def check_training_set(self) -> None:
-        """Let the training set continue the plan of the checkpoint. Refuse other batches and another loss."""
+        """Let the training set continue the plan of the checkpoint, or begin one. Refuse other batches or losses."""
         if self.resumed is not None:
             self._check_shards(*self.resumed)
         self._data.source.restore_plan(None if self.args.ignore_data_skip else self.resumed)
@@ -198,8 +198,8 @@ class Restart(TrainerPart):
     def resume_loader(self, checkpoint: str | None, max_steps: int) -> None:
         """Let the loader continue from the position saved in `checkpoint`. `max_steps` are the steps of the run."""
         if checkpoint is not None:
-            # The loader of a stream has no length, so for transformers an epoch has `max_steps` steps. It discards the
-            # micro-batches that were trained in the running epoch
+            # transformers discards the micro-batches of the running epoch that were trained. The loader of a stream has
+            # no length, so for transformers an epoch has `max_steps` steps. A table does not read the number
             num_steps = self._trainer.state.global_step % max_steps
             self._data.source.resume_loader(checkpoint, num_steps * self.args.gradient_accumulation_steps)
 

@@ -21,13 +21,17 @@ from .trainer_view import TrainerView
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
-    """Return whether a layer of the model has a router, or the model does not declare the classes of its routers."""
+    """Return whether a layer of the model has a router; True also if the model declares no class of routers.
+
+    Without a declaration it is not known, and TRL's choice, by the config, is kept.
+    """
     # transformers declares in `_can_record_outputs` the classes of modules whose outputs a model can return
     router_classes: list[Any] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             recorders = (module._can_record_outputs or {}).get("router_logits", [])
             recorders = recorders if isinstance(recorders, list) else [recorders]
+            # A declaration is a class, or an `OutputRecorder` that holds the class
             router_classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
     if not router_classes:
         return True
@@ -44,7 +48,8 @@ def check_router_loss(trainer: TrainerView) -> None:
     args = trainer.args
     model = base_model(trainer.model)
     text = model.config.get_text_config()
-    # Whether the user has set the coefficient. The default of TRL before 1.13 is a number above 0
+    # Whether the user has set the coefficient to a number above 0 that is not the default. The default of TRL before
+    # 1.13 is above 0
     default = type(args).__dataclass_fields__["router_aux_loss_coef"].default
     is_set = args.router_aux_loss_coef not in (0.0, default)
     if not gives_router_logits(model):
@@ -100,7 +105,8 @@ def group_load_balancing(
         router_logits: of each layer, the logits of the tokens on this rank, (T / s, experts).
         num_experts: the number of experts of a layer.
         num_chosen: the number of experts that compute a token.
-        row_counts: how many tokens each row stands for, (T / s,); 0 for padding.
+        row_counts: how many documents each token of this rank belongs to, (T / s,); 0 for padding. Documents may share
+            the tokens of a common prefix.
         group: the s ranks that share the pack.
     """
     # Sums over layers and rows of this rank, by expert: how often it was chosen, and its probability
@@ -115,6 +121,6 @@ def group_load_balancing(
     sums = torch.cat([times_chosen, probability.detach(), counts.sum()[None] * len(router_logits)])
     sums = group.sum(sums)
     num_rows = sums[-1].clamp(min=1)
-    # The value is the sum over all ranks, and the gradient is the gradient of this rank's summand
+    # The sum over all ranks as a value. Only the first summand, of this rank, has a gradient
     pack_probability = probability + (sums[num_experts:-1] - probability.detach())
     return num_experts * ((sums[:num_experts] / num_rows) * (pack_probability / num_rows)).sum()

@@ -49,11 +49,12 @@ def check_same_stream(stream: PackedStream, num_steps: int) -> None:
         stream: the stream of this rank.
         num_steps: the number of optimizer steps that were trained.
     """
-    state = stream.state_after(num_steps)  # the position of this rank in the stream, as checkpoints save it
-    # Of each rank: how many neighbouring ranks share its stream, and a digest of the documents that it has read
+    # The position of this rank in the stream, as checkpoints save it. "count" is how many neighbouring ranks read the
+    # same rows, and "digest" a hash of the documents that this rank has read
+    state = stream.state_after(num_steps)
     rank_states: list[tuple[int, int]] = gather_object([(state["count"], state["digest"])])
     for rank, (num_sharing, digest) in enumerate(rank_states):
-        first_rank = rank - rank % num_sharing
+        first_rank = rank - rank % num_sharing  # of the ranks that read the same rows
         if digest != rank_states[first_rank][1]:
             raise ValueError(
                 f"After {num_steps} optimizer steps, rank {rank} has read other documents of the stream than rank "

@@ -1,8 +1,8 @@
 """Choose documents of a run for the comparison of the first step, and hold the result of the comparison.
 
 The comparison (`first_step.py`) trains a few documents packed and unpacked, before the first optimizer step. This
-module reads the documents from the training data, chooses three of them that are likely to show an error, and shortens
-them. The result is a `StepComparison`: a line for the report, the measured gaps, and the problem that was found.
+module chooses three of the first documents of a run, which are likely to show an error, and shortens them. The result
+is a `StepComparison`: a line for the report, the measured gaps, and the problem that was found.
 
 Words: A document is a dictionary of the values of one sample (`input_ids`, `labels`, images, weight, source). A
 *trained token* is a token with a label; the model predicts it at the position before, so the first token of a document
@@ -29,8 +29,8 @@ from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
 
 NUM_CANDIDATES = 32  # documents that are read, of which `NUM_DOCUMENTS` are chosen
 NUM_DOCUMENTS = 3
-NUM_HALF_TOKENS = 16  # a shortened text has so many tokens of its beginning, and as many around its first trained token
-# A document is preferred if it has at most so many tokens. A document with images is not shortened, so it may have more
+NUM_HALF_TOKENS = 16  # a shortened text has 16 tokens of its beginning, and 16 around its first trained token
+# A document of at most this many tokens is preferred. A document with images is not shortened, so it may have more
 MOST_TOKENS = 512
 
 # Keys of a batch without images: the keys that the collator makes, and the keys of row values
@@ -87,12 +87,12 @@ def mask_document(document: Document) -> Document:
 
 
 def choose_documents(documents: list[Document]) -> list[Document]:
-    """Choose `NUM_DOCUMENTS` documents and shorten them. If there are fewer, documents are repeated.
+    """Choose `NUM_DOCUMENTS` of some documents with trained tokens, and shorten them. Repeat some if there are fewer.
 
     First come the two documents with the longest common beginning, which `share_prefixes` computes once. Then come
     documents with images, and then texts, each the shortest first.
     """
-    # A dummy is a document without a trained token
+    # For an empty list, a dummy: a document without a trained token
     shortened = [_shorten(document) for document in documents] or [dummy_document(0)]
     short_enough = [document for document in shortened if document_length(document) <= MOST_TOKENS]
     candidates = short_enough or [min(shortened, key=document_length)]
@@ -123,13 +123,14 @@ def _shorten(document: Document) -> Document:
     """Return a document without its source and, if it is a text, with at most 2 x `NUM_HALF_TOKENS` tokens.
 
     A shortened text has the first tokens of the document, and the tokens around its first trained token. The last token
-    of the document, mostly an end token, is removed if another token is trained: a model must also separate documents
-    that have no end token.
+    of the document, mostly an end token, is removed if at least two tokens are trained: a model must also separate
+    documents that have no end token.
     """
     document = {name: value for name, value in document.items() if name != SOURCES}
     if not is_text(document):
         return document
-    positions = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)  # that predict a trained token
+    # The positions that predict a trained token
+    positions = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)
     second_half = max(NUM_HALF_TOKENS, int(positions[0]) - NUM_HALF_TOKENS // 2)
     indices = np.r_[0:NUM_HALF_TOKENS, second_half : second_half + NUM_HALF_TOKENS]
     removes_last = len(positions) > 1
@@ -147,7 +148,8 @@ def is_plain(batch: dict[str, Any]) -> bool:
     layout = layout_of(batch)
     tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
     is_text_batch = tensors <= TEXT_BATCH_KEYS
-    return is_text_batch and layout.is_packed and not layout.weighs_rows  # rows of shared or cut packs are weighed
+    # `weighs_rows`: documents share tokens, or the batch is a part of a pack
+    return is_text_batch and layout.is_packed and not layout.weighs_rows
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
@@ -156,6 +158,7 @@ def longest_of(batch: dict[str, Any]) -> Tensor:
     Documents without a trained token are padding, and are not returned.
     """
     bounds = batch["cu_seq_lens_q"]
+    # The number of trained tokens before each position. The labels of a pack are -100 at the first token of a document
     num_trained_before = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))
     is_trained = num_trained_before[bounds].diff() > 0
     longest = int((bounds.diff() * is_trained).argmax())

@@ -73,7 +73,8 @@ class TableSource(Source):
         super().__init__(trainer, data)
         self.planner: EpochPlanner | None = None
         self.settings: dict[str, Any] = {}
-        self._replanned_for: ChangedSettings = {}  # the result of `continue_planner`
+        # The changed settings because of which the remaining documents are planned anew; {} if they are not
+        self._replanned_for: ChangedSettings = {}
 
     def read(self, dataset: Dataset) -> None:
         """Read the weights and sources of the rows and, with packing, cut the rows into documents."""
@@ -83,11 +84,11 @@ class TableSource(Source):
         if not args.packing:
             return
         self.reader = self._data.reading.make_reader(dataset, "train")
-        # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. All
-        # turns have the weight and the source of their conversation. Rows without images were split before.
+        # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. A
+        # turn has the weight and the source of its conversation: `conversations` has the row of each turn, or is None.
         self.row_values = self.row_values.select(self.reader.conversations)
-        # So the counts of turns come from this reader, or from the earlier split, and the report finds them in the
-        # reader
+        # Rows without images were split, and their turns counted, before they were tokenised. The trainer and the
+        # reader, in which the report looks, both get the counts
         self._data.turn_counts = self.reader.turns or self._data.turn_counts
         self.reader.turns = self._data.turn_counts
         with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
@@ -119,6 +120,7 @@ class TableSource(Source):
             # The report of many documents takes as much memory as their plan, so only one rank makes it
             reports: list[Any] = [None]
             if self.args.process_index == 0:
+                # The report says by how much TRL's divisor of the loss differs if TRL counts the first labels of rows
                 reports[0] = make_report(
                     planner, self.reader, trl_counts_first_labels=self._data.trl_counts_first_labels
                 )
@@ -172,11 +174,12 @@ class TableSource(Source):
         return None if self.planner is None or self.planner.has_equal_epochs else self.planner
 
     def correct_training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the values of transformers with this run's number of epochs (first) and of optimizer steps (last)."""
+        """Return the result of transformers' `set_initial_training_values`, corrected for a plan of uneven epochs."""
         planner = self._planner_if_uneven
         if planner is None:
             return values
-        # There are two cases: `max_steps` fixes the steps, and the epochs follow; or the epochs fix the steps
+        # The number of epochs is the first value, and the number of steps the last. There are two cases: `max_steps`
+        # fixes the steps, and the epochs follow; or the epochs fix the steps
         epochs, *values_between, max_steps = values
         if self.args.max_steps > 0:
             # `position` returns the epoch of the next step, here of the last step of the run
@@ -231,7 +234,7 @@ class TableSource(Source):
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
     """Return a hash that is equal for two plans of an epoch if each optimizer step has the same documents in both.
 
-    On which rank and in which micro-batch of the step a document is does not matter.
+    The hash does not depend on the ranks and micro-batches that have these documents within a step.
     """
     schedule = planner.schedule(epoch)
     digest = hashlib.sha256()
@@ -258,7 +261,7 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
     state = {
         "epoch": epoch,
         "first_step": step - num_trained_steps,  # optimizer steps of the run before this epoch
-        # Steps of the epoch that were trained under earlier plans, when the running plan was made
+        # The number of steps of the epoch that were trained before the running plan was made
         "planned_at": planner.resume_point.num_steps if is_resumed_epoch else 0,
         "steps_left": planner.steps_of(epoch) - num_trained_steps,
         "step_hash": step_hash(planner, epoch),
@@ -305,7 +308,8 @@ def continue_planner(
     Raises:
         ValueError: documents of the epoch would be repeated or omitted.
     """
-    # A checkpoint of an earlier version has no hash of sampled tokens, no masks and no steps before the epoch
+    # Entries that a checkpoint of an earlier version does not have get a default: here the hash of sampled tokens, and
+    # below the masks, "first_step" and "planned_at"
     before = dict(state["settings"])
     if SAMPLE_LABEL in settings:
         before.setdefault(SAMPLE_LABEL, settings[SAMPLE_LABEL])
@@ -319,6 +323,7 @@ def continue_planner(
     if not fixed:
         first_step = state.get("first_step", epoch * planner.num_steps)
         num_earlier = state.get("planned_at", 0)
+        # The hash is taken of the plan that this makes. If it differs, another plan or an error follows below
         planner.resume_at(ResumePoint(epoch, first_step=first_step, num_steps=num_earlier, trained=trained_before))
         if step_hash(planner, epoch) == state["step_hash"]:
             if changed:
@@ -350,7 +355,9 @@ def continue_planner(
             "`gradient_accumulation_steps` so that its product with the number of ranks is "
             f"{micro_batches_per_step} again"
         )
-    else:  # all settings that decide the steps are equal, so another version of this package has planned them
+    else:
+        # Nothing changed, or only fields of features that do not change which documents a step has. So another version
+        # of this package has planned the steps
         changed = {"trl_packfix": (state["trl_packfix"], __version__)}
         remedy = "Install the version that began the run"
     raise ValueError(
