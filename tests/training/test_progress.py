@@ -12,8 +12,8 @@ from support.runs import build_trainer, texts
 from trl_packfix.cli import main
 from trl_packfix.training.progress import (
     USUAL_FORWARDS,
-    say_deepspeed_communicates,
-    say_deepspeed_offloads,
+    announce_deepspeed_communication,
+    announce_deepspeed_offloading,
     status_shown,
 )
 
@@ -72,10 +72,10 @@ def test_what_deepspeed_compiles_is_said_once_on_rank_0(extension, tmp_path, cap
         if extension == "cpu_adam":
             config = SimpleNamespace(get_value=lambda key: device)
             plugin = SimpleNamespace(hf_ds_config=config)
-            say_deepspeed_offloads(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+            announce_deepspeed_offloading(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
         else:
             monkeypatch.setattr("torch.accelerator.is_available", lambda: device != "cpu")
-            say_deepspeed_communicates(SimpleNamespace(deepspeed="zero3.json"))
+            announce_deepspeed_communication(SimpleNamespace(deepspeed="zero3.json"))
         return capsys.readouterr().err
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

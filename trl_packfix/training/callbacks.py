@@ -126,8 +126,8 @@ def backward_note(model: nn.Module, most_documents: int | None) -> str:
 
     Args:
         model: the model, for the sizes of its heads.
-        most_documents: the largest number of documents in a micro-batch. For each of them, the buffer in which the
-            backward sums gradients has `ROWS_PER_DOCUMENT` rows more.
+        most_documents: the largest number of documents in a micro-batch. For each of them, flash attention adds
+            `ROWS_PER_DOCUMENT` rows to the buffer in which its backward sums gradients.
     """
     config = text_config(base_model(model))
     width = -(-head_dim(config) // 32) * 32  # the kernels round the size of a head up to a multiple of 32

@@ -186,7 +186,8 @@ NO_MAX_STEPS = Condition(
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
 def NO_TRUNCATION(settings: RunSettings) -> str | None:
-    # A set `overlong` replaces the default of the strategy
+    # How a message names the policy: by `overlong` if it is set, else by a strategy whose default is to split. It is
+    # None for a strategy whose default is to truncate
     splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
     policy = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
     truncates = policy == "`overlong='truncate'`"
@@ -293,6 +294,7 @@ def NO_PROCESSOR(settings: RunSettings) -> str | None:
     return _argument_condition("processing_class").describe(settings)
 
 
+# The comma at the end of a description continues the message: "`...`, which does not call `...`, was given with ..."
 USER_LOSS = Condition(
     "a `compute_loss` that does not call `super().compute_loss`",
     lambda settings: settings.user_loss and f"`{settings.user_loss}`, which does not call `super().compute_loss`,",
@@ -376,7 +378,6 @@ def SEVERAL_DEVICES(settings: RunSettings) -> str | None:
     undo="set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
 )
 def CONTEXT_PARALLELISM(settings: RunSettings) -> str | None:
-    sizes: dict[str, Any] = {}
     accelerator = settings.accelerator  # None before TRL has constructed it
     config = settings.args.parallelism_config if accelerator is None else accelerator.parallelism_config
     is_in_environment = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
@@ -384,8 +385,7 @@ def CONTEXT_PARALLELISM(settings: RunSettings) -> str | None:
         # The sizes are read from the environment, as the accelerator will read them. TRL would refuse them with a
         # message of its own.
         config = ParallelismConfig()
-    if config is not None:
-        sizes |= {name: getattr(config, name) for name in ("cp_size", "sp_size")}
+    sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size")}  # 1 without a config
     sizes["sequence_parallel_size"] = _deepspeed_config(settings).get("sequence_parallel_size", 1)
     return _describe_size_above_one(sizes)
 

@@ -36,7 +36,7 @@ from ..samples.turns import AssistantTurns
 from .choices import RunSettings
 from .conflicts import EXPERIMENTAL, refuse_conflicts
 from .foreign_keys import with_hints
-from .progress import say_deepspeed_communicates
+from .progress import announce_deepspeed_communication
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
@@ -213,7 +213,7 @@ class SFTConfig(trl.SFTConfig):
         _refuse_texts(self)
         check_devices(self)
         check_precision(self)
-        say_deepspeed_communicates(self)  # prints a line before DeepSpeed compiles, which may take minutes
+        announce_deepspeed_communication(self)  # prints a line before DeepSpeed compiles, which may take minutes
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
             # Fields that the user leaves unset must not warn. `gradient_checkpointing`, a field of TRL's, must not warn
@@ -395,7 +395,7 @@ def check_config(args: SFTConfig) -> None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     features_of(args)  # raises ValueError if the code of a feature is missing: features are folders that can be deleted
-    refuse_conflicts(RunSettings(args=args))
+    refuse_conflicts(RunSettings(args=args))  # as far as they do not depend on model, dataset and engine
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:

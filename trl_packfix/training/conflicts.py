@@ -1,9 +1,9 @@
 """Which choices of a user cannot be combined, why not, and what to set instead: one record for each choice.
 
-`choices.py` defines the conditions that a run may meet. A `ChoiceConflicts` names one of them, the choice, and the
-conditions that exclude it. `refuse_conflicts` raises an error if a run has made a choice and meets a condition that
-excludes it. It is called when the config is constructed, when the trainer is constructed, when the engine is known, and
-at the first step; each time more is known of the run. docs/combinations.md is written from the same records
+`choices.py` defines and explains the conditions that a run may meet. A `ChoiceConflicts` names one of them, the choice,
+and the conditions that exclude it. `refuse_conflicts` raises an error if a run has made a choice and meets a condition
+that excludes it. It is called when the config is constructed, when the trainer is constructed, when the engine is
+known, and at the first step; each time more is known of the run. docs/combinations.md is written from the same records
 (`tools/combinations.py`).
 """
 

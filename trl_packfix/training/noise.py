@@ -77,7 +77,7 @@ class DocumentNoise(ModelHooks):
         if output.shape[:2] == document_of_token.shape:
             length = lengths[document_of_token]
         else:
-            row_lengths = lengths.clamp(min=1)
+            row_lengths = lengths.clamp(min=1)  # against a division by 0 for an empty document
             if self.embeds_longest_first:
                 # Empty documents only make the number of documents constant; they are no rows
                 row_lengths = lengths[lengths > 0].sort(descending=True).values

@@ -74,6 +74,10 @@ class Objective(TrainerPart):
     """
 
     totals: TrainingTotals
+    # Divisors of the loss in the running optimizer step, over all ranks. `count_step` sets those that the loss needs
+    _num_statistics: Tensor
+    _num_documents: Any
+    _weight_of_step: Tensor
 
     def __init__(self, trainer: TrainerView, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
         super().__init__(trainer)

@@ -4,8 +4,9 @@ A *proof* tests that documents in a pack do not influence each other on the user
 model are *repaired*, if possible.
 
 `status_shown` shows a text and the elapsed time while the dataset is read or a model is proved; `proof_status` adds how
-many forwards the proof has run. The `say_deepspeed_*` functions print a line before DeepSpeed compiles an extension,
-which takes minutes and prints nothing. The first rank shows a status, and the first rank of each machine prints a line.
+many forwards the proof has run. The `announce_deepspeed_*` functions print a line before DeepSpeed compiles an
+extension, which takes minutes and prints nothing. The first rank shows a status, and the first rank of each machine
+prints a line.
 """
 
 import os
@@ -71,22 +72,22 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
             handle.remove()
 
 
-def say_deepspeed_communicates(args: TrainingArguments) -> None:
+def announce_deepspeed_communication(args: TrainingArguments) -> None:
     """Print a line if DeepSpeed is going to compile its communication for CPUs, as ranks first exchange data."""
     uses_deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if uses_deepspeed and not torch.accelerator.is_available():
-        _say_compiles("deepspeed_shm_comm", "communication of ranks on this machine")
+        _announce_compilation("deepspeed_shm_comm", "communication of ranks on this machine")
 
 
-def say_deepspeed_offloads(accelerator: Accelerator) -> None:
+def announce_deepspeed_offloading(accelerator: Accelerator) -> None:
     """Print a line if DeepSpeed is going to compile its optimizer for states in CPU memory, as training begins."""
     plugin = accelerator.state.deepspeed_plugin
     key = "zero_optimization.offload_optimizer.device"
     if plugin is not None and plugin.hf_ds_config.get_value(key) == "cpu":
-        _say_compiles("cpu_adam", "AdamW on the CPU")
+        _announce_compilation("cpu_adam", "AdamW on the CPU")
 
 
-def _say_compiles(extension: str, purpose: str) -> None:
+def _announce_compilation(extension: str, purpose: str) -> None:
     """Print a line on stderr that DeepSpeed compiles an extension, unless it was compiled before."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob(f"**/{extension}.so")):

@@ -98,7 +98,7 @@ class StreamSource(Source):
         collate = data.training_collator(data.value_columns, names_sources=True)
         # The stream has workers that read its rows. If the rows have images (`finishes`), the loader has other workers,
         # which turn the images of a pack into pixels (`FinishedPacks`)
-        settings = data.loader_settings
+        settings = data.loader_settings  # a new dictionary
         if not stream.rows.finishes:
             settings["num_workers"] = 0
         if settings["num_workers"]:

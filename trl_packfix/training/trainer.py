@@ -81,7 +81,7 @@ from .foreign_keys import with_hints
 from .loading import TrainingData, unpacked_rows
 from .memory import MeasureMemory
 from .objective import Objective, refuse_shared_prefixes
-from .progress import say_deepspeed_offloads
+from .progress import announce_deepspeed_offloading
 from .restart import Restart
 from .user_code import UserCode
 
@@ -359,7 +359,7 @@ class SFTTrainer(trl.SFTTrainer):
         """
         checkpoint = self.restart.choose_checkpoint(resume_from_checkpoint)
         # Print a line if DeepSpeed is going to compile its optimizer, which may take minutes
-        say_deepspeed_offloads(self.accelerator)
+        announce_deepspeed_offloading(self.accelerator)
         try:
             # First context: settings with which torch can compile layers that read the boundaries of packs. Second: a
             # loss or step of the user must not get dummies, because a mean over their trained tokens would be 0 / 0.
