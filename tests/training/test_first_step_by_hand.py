@@ -18,6 +18,7 @@ from trl_packfix.feature import PLAIN
 from trl_packfix.group import Group
 from trl_packfix.isolation.gradients import NUM_VECTORS
 from trl_packfix.training import first_step as module
+from trl_packfix.training import trainer_view
 from trl_packfix.training.first_step import FirstStep, _StepGradients
 
 HALF = 2.0**-6  # rounding as large as in half precision
@@ -108,7 +109,7 @@ class ScriptedFirstStep(FirstStep):
 
 @pytest.fixture(autouse=True)
 def any_model(monkeypatch):
-    monkeypatch.setattr(module, "base_model", lambda model: model)
+    monkeypatch.setattr(trainer_view, "base_model", lambda model: model)
 
 
 # The verdict
