@@ -87,12 +87,14 @@ class Evaluation(TrainerPart):
         Raises:
             ValueError: the set cannot be evaluated.
         """
-        if isinstance(dataset, IterableDataset) and self._reads_rows:
+        if not self._reads_rows:
+            return None
+        if isinstance(dataset, IterableDataset):
             # Read the stream into a table in memory, because each evaluation needs all of it
             dataset = self._data.reading.read_whole_stream(dataset)
         if self._evaluates_documents(dataset):
             return self._evaluation_loader(dataset, needs_logits)
-        if must_be_prepared and self._reads_rows and isinstance(dataset, Dataset):
+        if must_be_prepared and isinstance(dataset, Dataset):
             check_prepared(dataset, "eval")
         return None
 
@@ -302,19 +304,18 @@ class Evaluation(TrainerPart):
 
         # Third, replace the metrics of the loop
         metrics = self._totals.metrics(self._trainer.accelerator, self._data.ranks.copies)
-        loss = f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
-            output.metrics[loss] = metrics.pop("loss")
-            names_with_source = [name for name in metrics if "/" in name]
-            for name in names_with_source:
-                output.metrics[f"{prefix}_{name}"] = metrics.pop(name)
             # TRL's `log` averages these lists, and adds the means to the metrics of the loop
             logged = self._trainer._metrics["eval"]
-            logged.update({key: [value] for key, value in metrics.items()})
+            for name, value in metrics.items():
+                if name == "loss" or "/" in name:  # the loss of the whole set, or a number of one source
+                    output.metrics[f"{prefix}_{name}"] = value
+                else:
+                    logged[name] = [value]
             logged["num_tokens"] = [self._trainer._total_train_tokens]
         elif self.replaces_trl_metrics:
-            output.metrics.pop(loss, None)  # without a trained token there is no loss, and the loop reports 0.0
+            output.metrics.pop(f"{prefix}_loss", None)  # without a trained token there is no loss; the loop reports 0.0
         return output
 
     @contextmanager

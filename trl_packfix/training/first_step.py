@@ -77,9 +77,9 @@ FINE_LOSS_GAP = 1e-4  # a relative gap of losses below this limit is accepted wi
 FINE_GRADIENT_GAP = 1e-3
 # Attributes of the trainer that the comparison sets, and restores at its end
 SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")
-# If the norm of a parameter's gradient is less than this share of the norm of the whole gradient, its gap is relative
-# to this share of the whole gradient. `SMALL_SHARE` is used in fp32, and this larger share in half precision: there a
-# small gradient, such as the gradient of a bias in front of attention, is mostly a sum of rounding errors
+# The gap of a parameter's gradient is |difference| / max(|its gradient|, share * |whole gradient|). In fp32 the share
+# is `SMALL_SHARE`. In half precision it is larger, because a small gradient, such as the gradient of a bias in front of
+# attention, is mostly a sum of rounding errors
 SMALL_IN_HALF = 3e-2
 
 logger = logging.get_logger(__name__)
@@ -150,8 +150,8 @@ class FirstStep(TrainerPart):
         model = self._probe.model
         self._unwrapped_model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         unwrapped_probe = self._probe if self._unwrapped_model is model else self._make_probe(self._unwrapped_model)
-        # Whether a forward pass of the unwrapped model waits for other ranks. FSDP2 and tensor parallelism divide the
-        # parameters of a model in place, so for the probe a model without a wrapper may have an engine
+        # Whether a forward pass of the unwrapped model waits for other ranks. DDP is a wrapper, which is removed here.
+        # FSDP2 and tensor parallelism divide the parameters of the model itself, and then `has_engine` is True
         self._has_collectives = self._trainer.accelerator.num_processes > 1 and unwrapped_probe.has_engine
         named_parameters = self.base_model.named_parameters()
         trained_parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
@@ -173,15 +173,16 @@ class FirstStep(TrainerPart):
             unpacked = self._train_unpacked(packs)
             gaps = self._measure_gaps(packed, unpacked)
             dtype = self._data.attention_dtype
-            # Under FSDP2 in half precision the logits of the model's own LM head are rounded to half precision, and the
+            # Under FSDP in half precision the logits of the model's own LM head are rounded to half precision, and the
             # logits in the packed loss are not. Then losses may differ by the rounding of one number, `eps`
             rounds_unpacked_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
             fine_loss = torch.finfo(dtype).eps if rounds_unpacked_logits else FINE_LOSS_GAP
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
-            # The limits are the fine gaps. If a gap is above them, the packed step is repeated while every number in
-            # the output of a module is moved by half a unit of its last digit, up or down at random. The limits are
-            # raised to the gaps between these steps. `by_channel`: all tokens move alike in a channel (a column of the
-            # output), because similar tokens are rounded alike, which adds up in the gradient of a bias
+            # The limits are the fine gaps, unless a gap is above them. Then `limits_of_rounding` repeats the packed
+            # step, and moves every number in the output of a module by half a unit of its last digit, up or down at
+            # random. It raises the limits to the gaps between these packed steps. `by_channel`: all tokens move alike
+            # in a channel (a column of the output), because similar tokens are rounded alike, which adds up in the
+            # gradient of a bias
             limits = self._probe.limits_of_rounding(
                 gaps,
                 [fine_loss, fine_gradients],
@@ -383,8 +384,9 @@ class FirstStep(TrainerPart):
         else:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
             row = self._probe.make_unpacked_batch(without_weight)
-        # `check_fused_head` has warned where the fused LM head differs from the model's own LM head. The packed loss is
-        # computed by the fused LM head, unless labels are smoothed, so the reference is computed by it, too
+        # If the fused LM head differs from the model's own LM head, `check_fused_head` has warned of it, and it shall
+        # not be found here a second time. So the reference is computed by the fused LM head, too, as the packed loss
+        # is, unless labels are smoothed. "dft" does not smooth labels
         smoother = trainer.label_smoother
         smoothing = 0.0 if smoother is None or args.loss_type == "dft" else smoother.epsilon
         uses_fused_head = not self._objective.fused_head_is_exact and not smoothing
