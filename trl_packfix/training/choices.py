@@ -25,8 +25,6 @@ from ..attention.mixer_support import mixer_support
 from ..planning.strategies import STRATEGIES, StrategyTraits
 from ..samples.checks import IMAGES
 
-MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -262,7 +260,11 @@ STREAM = Condition(
 )
 # The first two are about runs with packing only, and the third is about runs without it
 PACKED_IMAGES = _column_condition(IMAGES, "images", "remove the column of images")
-VIDEO_OR_SOUND = _column_condition(MEDIA, "video or audio", "remove the column where the text alone is to be trained")
+VIDEO_OR_SOUND = _column_condition(
+    ("video", "videos", "audio", "audios"),
+    "video or audio",
+    "remove the column where the text alone is to be trained",
+)
 UNPACKED_IMAGES = _column_condition(IMAGES, "images and `packing=False`", "set `packing=True`", packs=False)
 
 

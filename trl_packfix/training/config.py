@@ -38,9 +38,6 @@ from .conflicts import EXPERIMENTAL, refuse_conflicts
 from .foreign_keys import with_hints
 from .progress import announce_deepspeed_communication
 
-Weighting = Literal["token", "document"]
-BadRows = Literal["raise", "drop"]
-
 # TRL's class is read when this module is imported, because a script may later set `trl.SFTConfig` to `SFTConfig`
 ConfigOfTrl = trl.SFTConfig
 # The keys that the field `exchange_speeds` may have
@@ -174,14 +171,14 @@ class SFTConfig(trl.SFTConfig):
 
     packing_strategy: Strategy = field(default="stream", metadata={"choices": STRATEGIES.keys()})
     overlong: Overlong | None = None
-    bad_rows: BadRows = "raise"
+    bad_rows: Literal["raise", "drop"] = "raise"
     per_turn: bool = False
     message_train_key: str | None = "weight"
     assistant_turns: AssistantTurns = "all"
     train_empty_thinking: bool = True
     on_leak: OnLeak = "repair"
     balance: Balance = "step"
-    document_weighting: Weighting = "token"
+    document_weighting: Literal["token", "document"] = "token"
     weight_column: str | None = None
     source_column: str | None = None
     enforce_flash_attention: bool = True

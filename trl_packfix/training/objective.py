@@ -363,6 +363,7 @@ class Objective(TrainerPart):
             if not collected:
                 collected[:] = output.router_logits
 
+        # The second `base_model` is an attribute of transformers: the model without its LM head
         handle = self.base_model.base_model.register_forward_hook(collect)
         try:
             yield collected
