@@ -131,7 +131,6 @@ def test_the_probe_judges_it(fault, setting, fa3):
         assert report.passed is not bool(fault)
         if not fault:
             assert packed.prove_feature(model) is None
-    assert activated_in_torch() == "FA3"
     assert not mode.forwards
     assert fa3.calls["forward"] > 10
     assert fa3.calls["backward"] > 1
@@ -141,7 +140,7 @@ def test_the_probe_judges_it(fault, setting, fa3):
 
 
 def test_a_refusal_is_raised(fa3):
-    """What the user activated is not replaced by another kernel."""
+    """Replace nothing that the user activated."""
     fa3.fault = "forward"
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     with Dispatched(), pytest.raises(KernelError, match="only supports Hopper GPUs"):

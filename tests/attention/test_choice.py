@@ -38,10 +38,10 @@ def machine(monkeypatch):
 def test_other_devices_run_document_by_document(device_type, reason, tiny_model, recwarn):
     model = tiny_model("llama")
     choice = select_attention(model, device_type=device_type)
-    assert choice == AttentionChoice(ATTENTION_NAME, False, "sdpa", choice.reason)
+    assert (choice.name, choice.is_flash, choice.previous) == (ATTENTION_NAME, False, "sdpa")
     assert reason in choice.reason
     assert select_attention(model, device_type=device_type).previous == ATTENTION_NAME  # twice is once
-    assert not [w for w in recwarn if "enforce" in str(w.message)]
+    assert not [warning for warning in recwarn if "enforce" in str(warning.message)]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "mps", "cuda"])
@@ -54,9 +54,6 @@ def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_m
     assert choice.reason.endswith(
         f"; in place of the model's {name}{reason_end} (enforce_flash_attention=False keeps it)"
     )
-    kept = choose_attention(model, False, torch.bfloat16, device_type=device_type)
-    assert kept.name == name
-    assert "in place of" not in kept.reason
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])

@@ -71,8 +71,7 @@ def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch
     assert packed.is_proved
     assert report.error is None
     assert packed.attention.name == ATTENTION_NAME
-    assert not packed.repaired
-    assert not packed.is_unpacked
+    assert not (packed.repaired or packed.is_unpacked)
     assert f"{PLAYED} cannot be used: {error}" in packed.attention.reason
     packed.restore_own_attention()
     assert packed.model.config._attn_implementation == PLAYED  # what the user gave
@@ -101,7 +100,7 @@ DEVICE_ERRORS = [
 
 @pytest.mark.parametrize("error", DEVICE_ERRORS, ids=lambda error: f"{type(error).__name__}: {error}"[:50])
 def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, tiny_model, monkeypatch):
-    """No repair is searched for: the context may be lost, and other ranks wait."""
+    """Search for no repair: the context may be lost, and other ranks wait."""
     played.error = error
     packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
     with pytest.raises(type(error)) as raised:
@@ -166,12 +165,12 @@ def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
     drawn = []
     generator = torch.Generator
 
-    def made(device="cpu"):
+    def noting(device="cpu"):
         drawn.append(torch.device(device).type)
         return generator()
 
     with Probe(model).rounded_otherwise(0):
-        monkeypatch.setattr(torch, "Generator", made)
+        monkeypatch.setattr(torch, "Generator", noting)
         layer = model.model.layers[0].mlp.down_proj
         layer.to("meta")(torch.zeros(1, 5, layer.in_features, dtype=torch.bfloat16, device="meta"))
     assert drawn == ["meta"]

@@ -33,14 +33,12 @@ def judged(tmp_path_factory):
 @pytest.mark.parametrize("model_type", [*NATIVE, *REPAIRED, *OTHERS])
 def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
     row = judged[model_type]
-    assert row["attention"] == OTHERS.get(model_type, "flash_attention_2"), row
-    assert row["proved"], row
-    assert row["right"], row
-    assert not row["unpacked"], row
-    assert bool(row["repairs"]) == (model_type in REPAIRED), row
+    expected = {"attention": OTHERS.get(model_type, "flash_attention_2"), "proved": True, "right": True}
+    assert row == row | expected | {"unpacked": False}
+    assert bool(row["repairs"]) == (model_type in REPAIRED)
     if model_type not in OTHERS:
-        assert row["calls"]["varlen"] > 10, row  # five packs of the judge, two layers, and the probe
-        assert row["silent"] == [], row
+        assert row["calls"]["varlen"] > 10, "five packs of the judge, two layers, and the probe"
+        assert row["silent"] == []
 
 
 @pytest.mark.slow
@@ -50,12 +48,9 @@ def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
 def test_a_pack_with_images_on_the_flash_path(family, judged):
     """It is chosen for the whole model, as users do: the tower runs on it, too, with boundaries of its own."""
     row = judged[family]
-    assert row["attention"] == row["tower"] == "flash_attention_2", row
-    assert row["proved"], row
-    assert not row["unpacked"], row
-    assert row["repairs"] == [], row
-    assert row["calls"]["varlen"] > 10, row
-    assert row["silent"] == [], row
+    assert row["attention"] == row["tower"] == "flash_attention_2"
+    assert row == row | {"proved": True, "unpacked": False, "repairs": [], "silent": []}
+    assert row["calls"]["varlen"] > 10
 
 
 @pytest.mark.slow
@@ -66,9 +61,8 @@ def test_trainings_on_the_flash_path(tmp_path):
     assert len(trained) == 12
     without = {(row["type"], row["lora"]): row for row in trained if row["checkpointing"] == "none"}
     for row in trained:
-        assert row["trained_with"] == "flash_attention_2", row
-        assert row["silent"] == [], row
-        assert row["repaired"] == 0, row  # a leak of the path would be found by the probe, and repaired
+        # a leak of the path would be found by the probe, and repaired
+        assert row == row | {"trained_with": "flash_attention_2", "silent": [], "repaired": 0}
         assert re.match(r"loss .* packed, .*; gradients", row["first_step"]), row
         assert row["as_without_checkpointing"], row
         if row["checkpointing"] != "none":  # it recomputed: two layers in each of two steps

@@ -257,15 +257,14 @@ def test_sinks_and_softcap_outside_of_packs_need_memory_linear_in_their_tokens(m
     10 GiB for 64 heads.
     """
     num_tokens = 600
-    inputs = random_inputs(num_tokens, sinks=True)
-    mask = visible_keys(num_tokens, num_tokens, 20 if masked else None, device="cpu")[None, None] if masked else None
-    options = {"s_aux": inputs[3]} if sinks else {"softcap": 5.0}
-    layer = Layer().eval()
+    *states, logits = random_inputs(num_tokens, sinks=True)
+    window = 20 if masked else None
+    mask = visible_keys(num_tokens, num_tokens, window, device="cpu")[None, None] if masked else None
+    softcap, sinks = (None, logits) if sinks else (5.0, None)
     with torch.no_grad(), LargestTensor() as largest:
-        out, _ = varlen_attention(layer, *inputs[:3], mask, scaling=0.5, **options)
-    dense = {"sinks": inputs[3]} if sinks else {"softcap": 5.0}
-    want = dense_attention(*inputs[:3], [num_tokens], 0.5, window=20 if masked else None, **dense)
-    assert largest_difference([out], [want.transpose(1, 2)]) < 1e-12
+        out, _ = varlen_attention(Layer().eval(), *states, mask, scaling=0.5, softcap=softcap, s_aux=sinks)
+    expected = dense_attention(*states, [num_tokens], 0.5, window, softcap, sinks)
+    assert largest_difference([out], [expected.transpose(1, 2)]) < 1e-12
     assert largest.numel <= 4 * kernels.MATH_TILE * (num_tokens + 1) < 4 * num_tokens**2
 
 
@@ -304,10 +303,8 @@ def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
     assert max_seqlen_q == max_seqlen_k >= max(lengths)
     assert options.pop("causal")
     assert options.pop("enable_gqa")
-    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return attend_by_document(query, key, value, lengths, scale=options.pop("softmax_scale"), **options)[0].transpose(
-        0, 1
-    )
+    states = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    return attend_by_document(*states, lengths, scale=options.pop("softmax_scale"), **options)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["", "ffpa-attn"])
@@ -410,38 +407,41 @@ def test_autocast_decides_the_dtype():
             assert out.dtype == torch.bfloat16, options
 
 
+QUERY, KEY, VALUE = random_inputs(T)
+CALL = {"query": QUERY, "key": KEY, "value": VALUE, "attention_mask": None}
+LONG = [F.pad(states, (0, 0, 5, 0)) for states in (KEY, VALUE)]
+TWO_ROWS = [states.expand(2, -1, -1, -1) for states in (QUERY, KEY, VALUE)]
+
+
 @pytest.mark.parametrize(
-    "change,message",
+    "arguments, message",
     [
+        (FROM_KWARGS | {"attention_mask": torch.ones(1, T)}, r"of shape \(1, 281\).*would be ignored.*Feed one packed"),
         (
-            {"attention_mask": torch.ones(1, T)},
-            r"attention_mask of shape \(1, 281\).*would be ignored.*Feed one packed",
+            FROM_KWARGS | dict(zip(CALL, TWO_ROWS, strict=False)),
+            r"got 2 rows.*which one is unknown.*Feed one packed row",
         ),
-        ({"rows": 2}, r"got 2 rows.*which one is unknown.*Feed one packed row"),
-        ({"cached": 5}, r"got 281 queries and 286 keys.*cache.*Feed one packed row"),
-        ({"is_causal": False}, r"is not causal.*causal attention only.*set_attn_implementation\('sdpa'\)"),
-        ({"position_bias": torch.zeros(1, 4, T, T)}, r"position_bias of shape.*does not support a bias.*'eager'"),
-        ({"boundaries": {}}, r"281 tokens and no document boundaries.*never assumes a single document.*Feed one"),
-        ({"boundaries": {"cu_seq_lens_q": BOUNDS[:-1]}}, r"\[0, 1, 71\]\.\.\.\[280\] for a pack of 281.*increasing"),
-        ({"boundaries": {"cu_seq_lens_q": torch.tensor([0, 9, 5, T])}}, r"exactly one document.*Set it to \[0, first"),
-        ({"boundaries": {"position_ids": POSITIONS + 1}}, r"position_ids of shape \(1, 281\).*do not count 0, 1, 2"),
+        (FROM_KWARGS | {"key": LONG[0], "value": LONG[1]}, r"got 281 queries and 286 keys.*cache.*Feed one packed row"),
         (
-            {"boundaries": {"position_ids": torch.arange(T)[None]}},
-            r"281 tokens.*never restart.*never assumes.*Feed one",
+            FROM_KWARGS | {"is_causal": False},
+            r"is not causal.*causal attention only.*set_attn_implementation\('sdpa'\)",
         ),
-        ({"boundaries": {"position_ids": POSITIONS[:, ::2]}}, r"position_ids of shape \(1, 141\)"),
+        (
+            FROM_KWARGS | {"position_bias": torch.zeros(1, 4, T, T)},
+            r"position_bias of .*does not support a bias.*'eager'",
+        ),
+        ({}, r"281 tokens and no document boundaries.*never assumes a single document.*Feed one"),
+        ({"cu_seq_lens_q": BOUNDS[:-1]}, r"\[0, 1, 71\]\.\.\.\[280\] for a pack of 281.*increasing"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 5, T])}, r"exactly one document.*Set it to \[0, first"),
+        ({"position_ids": POSITIONS + 1}, r"position_ids of shape \(1, 281\).*do not count 0, 1, 2"),
+        ({"position_ids": torch.arange(T)[None]}, r"281 tokens.*never restart.*never assumes.*Feed one"),
+        ({"position_ids": POSITIONS[:, ::2]}, r"position_ids of shape \(1, 141\)"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+    ids=lambda x: next(reversed(x), "nothing") if isinstance(x, dict) else "",
 )
-def test_a_packed_call_refuses(change, message):
-    query, key, value = (x.expand(change.get("rows", 1), -1, -1, -1) for x in random_inputs(T))
-    if extra := change.get("cached"):
-        key = F.pad(key, (0, 0, extra, 0))
-        value = F.pad(value, (0, 0, extra, 0))
-    boundaries = change.get("boundaries", FROM_KWARGS)
-    kwargs = {k: v for k, v in change.items() if k in ("is_causal", "position_bias")}
+def test_a_packed_call_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
-        varlen_attention(Layer(), query, key, value, change.get("attention_mask"), **boundaries, **kwargs)
+        varlen_attention(Layer(), **CALL | arguments)
 
 
 def test_boundaries_on_a_device():
