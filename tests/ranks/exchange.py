@@ -10,21 +10,22 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from support import vision
+from support.attention import pack_alone, random_inputs
 from support.features import PRESENT, sharing
 from support.models import build_tiny_model, select_attention
+from support.shared_rows import pack_of
 from sweep.image_families import make_examples
 from torch import nn
 from torch._dynamo.utils import counters
 
 import trl_packfix
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
+from trl_packfix.attention.packed_forward import packed_forward_entered, this_thread
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.feature import PLAIN
-from trl_packfix.group import ALONE, Group, make_groups
+from trl_packfix.group import Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.layout import layout_of
 
 from . import faults
 
@@ -94,30 +95,25 @@ def attention(folder: Path) -> dict:
 def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
     """Return the largest difference of outputs and of gradients of queries, keys, values and sinks, on any rank."""
     attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
-    generator = torch.Generator().manual_seed(heads)
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    whole_pack = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS), group=ALONE)
+    whole_pack = pack_alone(LENGTHS)
     if prefixes:
         collate = sharing().make_collator(PackedDataCollator(pad_to_multiple_of=4))
         batch = collate([{"input_ids": tokens} for tokens in CHAT])
-        whole_pack = PackedForward(
-            *(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index, group=ALONE
-        )
+        whole_pack = pack_of(batch)
     num_tokens = whole_pack.num_tokens
-    shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
-    states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    logits = torch.randn(heads, generator=generator, dtype=torch.float64)
+    inputs = random_inputs(num_tokens, heads, kv_heads, head_dim=4, value_dim=value_dim, sinks=True)
+    generator = torch.Generator().manual_seed(heads)
     weights = torch.randn(1, num_tokens, heads, value_dim, generator=generator, dtype=torch.float64)
     tokens = num_tokens // degree
     group = Group(degree, dist.get_rank() % degree)
     rows_of_rank = group.rows(num_tokens)
 
     def results_of(attend, forward, own_rows):
-        inputs = [x[:, :, own_rows].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
+        states = [x[:, :, own_rows].detach().requires_grad_() for x in inputs[:3]]
         with packed_forward_entered(forward):
-            out, _ = attend(nn.Module(), *inputs[:3], None, s_aux=inputs[3] if sinks else None, **features)
-        grads = torch.autograd.grad(out, inputs, weights[:, own_rows], allow_unused=True)
-        return out.detach(), grads
+            out, _ = attend(nn.Module(), *states, None, s_aux=inputs[3] if sinks else None, **features)
+        leaves = [*states, inputs[3]] if sinks else states
+        return out.detach(), torch.autograd.grad(out, leaves, weights[:, own_rows])
 
     expected, expected_grads = results_of(varlen_attention, whole_pack, slice(None))
     out, grads = results_of(attend, replace(whole_pack, group=group, part_tokens=tokens), rows_of_rank)

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from trl.trainer import utils
 
 from trl_packfix.attention import varlen
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.model_costs import build_on_meta, model_class_of
 from trl_packfix.data.model_memory import (
@@ -25,7 +24,7 @@ from trl_packfix.data.model_memory import (
     save_dropout_masks,
 )
 
-from .models import select_attention
+from .models import attend_packs
 from .versions import enable_checkpointing
 
 
@@ -107,8 +106,7 @@ def packed_peaks(config, checkpointing, tokens):
     """
     method = TrainingMethod(lora=False, engine="ZeRO-2")
     model = make_model(config, method, checkpointing)
-    select_attention(model, device_type="cpu")
-    mark_packed_forwards(model)
+    attend_packs(model, device_type="cpu")
     batch = PackedDataCollator()([{"input_ids": [5] * (tokens // 16)}] * 16)
     batch = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
     expected = predicted(config, method, checkpointing, False, tokens)

@@ -9,25 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.models import build_tiny_model
+from support.attention import pack_alone
+from support.models import attend_packs, build_tiny_model
 from support.runs import build_trainer, packed_model, texts, weights
+from support.shared_rows import pack_of
 from support.versions import enable_checkpointing
 from sweep import zoo
 from sweep.double import in_double
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_packfix.attention import mixer_support
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.mixer_support import MIXER_FUNCTIONS, mixer_function_places
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, this_thread
+from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.features.hybrids import mixers, prefixes
 from trl_packfix.features.hybrids.support import MIXER_REPLACEMENTS, MIXERS
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.probe import PrefixProbe
 from trl_packfix.features.prefixes.sharing import PrefixSharing
-from trl_packfix.group import ALONE, Group
-from trl_packfix.layout import LAYOUT_KEY, layout_of
+from trl_packfix.group import Group
+from trl_packfix.layout import layout_of
 
 # Functions of the same packages that only generation calls
 GENERATION = set(
@@ -44,6 +45,13 @@ def pack(*lengths):
     batch = PackedDataCollator()([{"input_ids": torch.randint(16, 128, (n,))} for n in lengths])
     del batch["labels"]
     return batch
+
+
+def packing_model(seed=0):
+    """Return a model that takes packs, in training mode."""
+    model = zoo.build_model("qwen3_next", seed=seed).train()
+    attend_packs(model)
+    return model
 
 
 PACKAGES = {
@@ -76,93 +84,61 @@ def test_transformers_has_no_other_function_with_a_kernel():
 def test_names_are_replaced_while_a_pack_runs_only():
     model = zoo.build_model("qwen3_next")
     before = functions(model)
-    guard = mark_packed_forwards(model)
-    model.set_attn_implementation("packfix_varlen")
+    guard = attend_packs(model)
     during = []
-    model.model.layers[0].linear_attn.register_forward_hook(lambda *args: during.append(functions(model)))
+    layers = model.model.layers
+    layers[0].linear_attn.register_forward_hook(lambda *args: during.append(functions(model)))
     model.eval()(input_ids=torch.arange(20, 29)[None], use_cache=False)
     model.train()(**pack(5, 4))
     assert functions(model) == before
     assert during[0] == before
     assert all(during[1][place] is not function for place, function in before.items())
     assert len(before) == 2
-    broken = model.model.layers[1].register_forward_hook(lambda *args: 1 / 0)
+    broken = layers[1].register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**pack(5, 4))
     assert functions(model) == before
     assert not this_thread.packed_forwards
     broken.remove()
-    other_model = zoo.build_model("qwen3_next", seed=1)  # two models of a type, one within the other
-    other_model.set_attn_implementation("packfix_varlen")
-    mark_packed_forwards(other_model)
-    model.model.layers[0].register_forward_hook(lambda *args: other_model(**pack(3, 3)) and None)
+    other_model = packing_model(seed=1)  # two models of a type, one within the other
+    layers[0].register_forward_hook(lambda *args: other_model(**pack(3, 3)) and None)
     model(**pack(5, 4))
-    assert functions(model) == before
-    assert functions(model) == functions(other_model)
+    assert functions(model) == functions(other_model) == before
     guard.remove()
-
-
-def overlapping(first, second):
-    """Return the results of two functions that run in two threads, which both return after the other has begun.
-
-    Each gets a function to call in its middle. The first goes on when the second is there, the second when the first
-    has returned.
-    """
-    results = {}
-    first_begun, second_begun, first_returned = (threading.Event() for _ in range(3))
-
-    def run_first():
-        def in_the_middle():
-            first_begun.set()
-            assert second_begun.wait(60)
-
-        results["first"] = first(in_the_middle)
-        first_returned.set()
-
-    thread = threading.Thread(target=run_first)
-    thread.start()
-
-    def in_the_middle():
-        second_begun.set()
-        assert first_returned.wait(60)
-
-    assert first_begun.wait(60)
-    results["second"] = second(in_the_middle)
-    thread.join()
-    return results["first"], results["second"]
 
 
 def test_two_threads_run_packs_at_once():
     """After the first pack has put its functions back, the second pack still separates its documents."""
-    models = [zoo.build_model("qwen3_next", seed=seed).train() for seed in (0, 1)]
-    before = functions(models[0])
+    first, second = packing_model(), packing_model(seed=1)
+    before = functions(first)
     packs = pack(5, 4), pack(3, 7)
-    for model in models:
-        model.set_attn_implementation("packfix_varlen")
-        mark_packed_forwards(model)
-    logits_alone = [model(**batch).logits for model, batch in zip(models, packs, strict=True)]
-    middle = threading.local()
-    for model in models:
-        model.model.layers[0].register_forward_pre_hook(lambda *args: middle.reached())
+    logits_alone = [model(**batch).logits for model, batch in zip((first, second), packs, strict=True)]
+    first_begun, second_begun = threading.Event(), threading.Event()
+    logits = []
+    thread = threading.Thread(target=lambda: logits.append(first(**packs[0]).logits))
 
-    def runner(model, batch):
-        def run_in_thread(in_the_middle):
-            middle.reached = in_the_middle
-            return model(**batch).logits
+    def wait_for_second(*args):
+        first_begun.set()
+        assert second_begun.wait(60)
 
-        return run_in_thread
+    def wait_for_the_end_of_first(*args):
+        second_begun.set()
+        thread.join()
 
-    together = overlapping(*(runner(model, batch) for model, batch in zip(models, packs, strict=True)))
-    assert functions(models[0]) == before
-    for expected, result in zip(logits_alone, together, strict=True):
-        assert torch.equal(expected, result)
+    first.model.layers[0].register_forward_pre_hook(wait_for_second)
+    second.model.layers[0].register_forward_pre_hook(wait_for_the_end_of_first)
+    thread.start()
+    assert first_begun.wait(60)
+    logits.append(second(**packs[1]).logits)
+    assert functions(first) == before
+    assert all(map(torch.equal, logits, logits_alone))
+    assert len(logits) == 2
 
 
 def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
     """Evaluate a model in one thread while another thread trains a model of its type on a pack."""
-    trained, evaluated = (zoo.build_model("qwen3_next", seed=seed) for seed in (0, 1))
-    trained.train().set_attn_implementation("packfix_varlen")
-    mark_packed_forwards(trained)
+    trained = packing_model()
+    evaluated = zoo.build_model("qwen3_next", seed=1)
     row = {"input_ids": torch.arange(20, 29)[None], "use_cache": False}
     logits_alone = evaluated.eval()(**row).logits
     results = []
@@ -180,9 +156,7 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
     """On a GPU torch runs the backward in a thread of its own."""
-    model = zoo.build_model("qwen3_next").train()
-    model.set_attn_implementation("packfix_varlen")
-    mark_packed_forwards(model)
+    model = packing_model()
     enable_checkpointing(model, reentrant=reentrant)
     model.enable_input_require_grads()
     batch = pack(5, 4)
@@ -198,8 +172,7 @@ def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
         model.zero_grad(set_to_none=True)
     assert len(gradients[1]) == len(gradients[0]) > 10
-    for expected, gradient in zip(*gradients, strict=True):
-        assert torch.equal(expected, gradient)
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.slow
@@ -227,11 +200,6 @@ def test_compiled_mixers_start_anew_in_each_document(tmp_path):
     assert torch.equal(*map(weights, trainers))
 
 
-def running(*lengths, **more):
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    return PackedForward(bounds, bounds, max(lengths), max(lengths), **{"group": ALONE} | more)
-
-
 @pytest.mark.parametrize("lengths", [(5, 1, 2, 9), (17,), (4, 13, 0, 0), (1,) * 17], ids=str)
 @pytest.mark.parametrize("width", [2, 4])
 def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
@@ -240,11 +208,9 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
     states = torch.randn(1, 6, 17, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, width, dtype=torch.float64)
     inner = module.causal_conv1d_fn
-    out = mixers.convolve_documents(inner, running(*lengths), states, weight, None, "silu")
-    states_of_documents = states.split([n for n in lengths if n], dim=2)
-    expected = torch.cat(
-        [inner(document_states, weight, None, "silu") for document_states in states_of_documents], dim=2
-    )
+    out = mixers.convolve_documents(inner, pack_alone(lengths), states, weight, None, "silu")
+    documents = states.split([n for n in lengths if n], dim=2)
+    expected = torch.cat([inner(document, weight, None, "silu") for document in documents], dim=2)
     assert torch.allclose(out, expected, atol=1e-14)
     cotangent = torch.randn_like(out)
     first, second = (torch.autograd.grad(x, states, cotangent, retain_graph=True)[0] for x in (out, expected))
@@ -255,7 +221,7 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
 def test_ranks_share_no_pack_whose_documents_share_prefixes():
     """Refuse it here for types that the trainer does not know; it refuses the others earlier."""
     module = sys.modules[type(build_tiny_model("lfm2").model.layers[0]).__module__]
-    pack = running(17, group=Group(2), part_tokens=9, kv_index=torch.arange(17))
+    pack = pack_alone([17], group=Group(2), part_tokens=9, kv_index=torch.arange(17))
     with pytest.raises(ValueError, match="part of a pack on 2 ranks whose documents share prefixes .*tokens_per_rank"):
         mixers.convolve_documents(module.causal_conv1d_fn, pack, torch.zeros(1, 6, 9), torch.zeros(6, 3), None, "silu")
 
@@ -263,7 +229,7 @@ def test_ranks_share_no_pack_whose_documents_share_prefixes():
 def test_boundaries_of_kernels_need_no_host():
     """Use fake tensors, which raise where the host would read them."""
     with FakeTensorMode():
-        pack = running(5, 1, 2, 9)
+        pack = pack_alone([5, 1, 2, 9])
         assert mixers._boundary_tensor(pack, "seq_idx", 17).shape == (1, 17)
         assert mixers._boundary_tensor(pack, "cu_seqlens", 17) is pack.cu_seq_lens_q
         source, own_rows = mixers._rows_with_context(pack, 4, 17)
@@ -339,10 +305,10 @@ def test_deep_branches_need_few_calls(num_turns):
     leaf = table.clone().requires_grad_()
     weights = torch.randn(sum(map(len, own_rows)), 1, 4, dtype=torch.float64)
     with in_double():
-        outputs_alone = torch.cat([run_mixer(running(len(ids)), ids)[:-1] for ids in documents])
+        outputs_alone = torch.cat([run_mixer(pack_alone([len(ids)]), ids)[:-1] for ids in documents])
         expected = torch.autograd.grad((outputs_alone * weights).sum(), leaf)[0]
         calls.clear()
-        pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention_fields())
+        pack = pack_of(batch)
         out = run_mixer(pack, batch["input_ids"][0])[torch.cat(own_rows)]
         gradient = torch.autograd.grad((out * weights).sum(), leaf)[0]
     levels = prefixes.levels_of(pack)[0]
@@ -377,11 +343,10 @@ def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is
     """Adapters freeze the weight of the projection, and the kernel would leave the adapter out."""
     monkeypatch.setattr(mixers, "takes_argument", lambda inner, name: name == "seq_idx")
     weight = None if is_trained is None else torch.zeros(4, 4, requires_grad=is_trained)
-    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
     calls = []
     out = mixers.run_fused(
         lambda *args, **options: calls.append(options) or "fused",
-        PackedForward(bounds, bounds, 4, 4, group=ALONE),
+        pack_alone([2, 4]),
         torch.zeros(1, 6, 4),
         outproj_weight=weight,
         cu_seqlens=None,
