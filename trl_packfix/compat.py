@@ -300,12 +300,12 @@ def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
 
     1. Checkpointed layers read the boundaries from a global object while a forward runs (`PackedForward`), and store
        there what they have derived from them. This is a side effect, and torch silently compiles no checkpointed layer
-       with side effects. `skip_fwd_side_effects_in_bwd_under_checkpoint`
-       declares that the effects need not happen again when a layer is recomputed. Can be removed when this is torch's
-       default. https://github.com/pytorch/pytorch/pull/165775
-    2. With shared prefixes layers also read the length of the longest document from this object. torch takes a
-       number that it reads from a global variable for a constant, and would compile again for each pack, until it
-       gives up. `dynamic_sources` lists numbers that are not constants. The user's list stays in it.
+       with side effects. `skip_fwd_side_effects_in_bwd_under_checkpoint` declares that the effects need not happen
+       again when a layer is recomputed. Can be removed when this is torch's default.
+       https://github.com/pytorch/pytorch/pull/165775
+    2. With shared prefixes layers also read the length of the longest document from this object. torch takes a number
+       that it reads from a global variable for a constant, and would compile again for each pack, until it gives up.
+       `dynamic_sources` lists numbers that are not constants. The user's list stays in it.
        https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
     3. torch splits graphs where DDP exchanges gradients, and refuses graphs that have checkpoints. The graph of a layer
        is small enough, and DDP exchanges gradients between layers. So `optimize_ddp` is off.
@@ -477,8 +477,7 @@ def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
     sums these gradients over the ranks after each backward. But it sums the gradient that was accumulated so far: on
     two ranks, the second micro-batch sums the gradient of the first once more, which then counts twice, and after a
     third micro-batch four times. Here each backward begins without a gradient, and the earlier gradient is added
-    afterwards. Can be removed when transformers sums once per optimizer step; see
-    dev/upstream.md.
+    afterwards. Can be removed when transformers sums once per optimizer step; see dev/upstream.md.
     """
     earlier_gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -790,11 +789,11 @@ def callbacks_left_out(handler: Any, kinds: tuple[type[Any], ...]) -> Iterator[N
 
 
 def call_first(handler: Any, callback: Any) -> None:
-    """Add a callback to the handler of a trainer before all others. `remove()` of what `pack_forward` returns removes
-    it.
+    """Add a callback to the handler of a trainer before all others.
 
-    transformers adds callbacks at the end only. A callback that adds numbers to the log must run before the callback of
-    a tracker sends the log. Can be removed when `add_callback` has an argument for the position.
+    `pack_forward` returns an object whose `remove()` removes it. transformers adds callbacks at the end only. A
+    callback that adds numbers to the log must run before the callback of a tracker sends the log. Can be removed when
+    `add_callback` has an argument for the position.
     """
     handler.callbacks.insert(0, callback)
 

@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 
 def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
-    """Return the leaves of the arguments of a call, and the tree that rebuilds the pair (args, kwargs) from their
-    values.
+    """Return the leaves of the arguments of a call, and the tree that rebuilds them, as a pair (args, kwargs).
 
     A place begins with the name of the argument, also if the argument is positional.
     """

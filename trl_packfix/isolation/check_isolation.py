@@ -70,10 +70,9 @@ def check_isolation(
 
     The cost is about ten forwards of at most 50 tokens, two backwards, and forwards of packs with a document of 11
     tokens behind 300, 600, 1,200, ... others, up to `max_length` (behind 300 only if that is None), as far as they fit
-    the memory of the device.
-    [`IsolationReport`]'s `reach` says how far apart documents were tested. In half precision there are up to seven more
-    forwards of 47 tokens, if one rounding does not explain the differences. If the model has thresholds below
-    `max_length`, such as a sliding window, two packs just longer than the largest threshold are run.
+    the memory of the device. [`IsolationReport`]'s `reach` says how far apart documents were tested. In half precision
+    there are up to seven more forwards of 47 tokens, if one rounding does not explain the differences. If the model has
+    thresholds below `max_length`, such as a sliding window, two packs just longer than the largest threshold are run.
 
     If the model is wrapped (DDP, DeepSpeed, FSDP), all ranks must call this function. With `degree=1` a wrapped model
     is tested without its gradients. With a larger degree there is one backward for each document.

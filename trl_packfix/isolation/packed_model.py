@@ -147,7 +147,7 @@ class PackedModel:
         self.attention = replace(self.attention, reason=self.attention.reason + note)
         # 3. Begin anew, without a report, repairs or unpacking.
         self.isolation: IsolationReport | None = None
-        # A hook of the user may give packs to a module inside a model that gets padded batches, as `pack_forward` does.
+        # Hooks such as those of `pack_forward` give packs to a module inside a model that itself gets padded batches.
         # The guard must then know the boundaries at this module.
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(self._inner, modules_of_hooks)
@@ -244,8 +244,7 @@ class PackedModel:
         return self.isolation
 
     def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe packs. If a kernel refuses the model or computes it wrongly, choose attention again without that
-        kernel.
+        """Probe packs. If a kernel refuses the model or computes it wrongly, choose attention without that kernel.
 
         Returns:
             The report with the attention that was chosen in the end, `self.attention`.

@@ -212,7 +212,7 @@ class Probe(ProbedModel):
             return self.states(self.make_unpacked_batch(ids))[0][: len(ids)]
 
     def forward_without_boundaries(self, ids: Tensor) -> None:
-        """Run documents of equal length as a padded batch, (B, n), with the attention of packs. Nothing is returned."""
+        """Run documents of equal length as an unpacked batch, (B, n), with the attention of packs; return nothing."""
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 

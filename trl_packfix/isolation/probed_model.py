@@ -315,7 +315,7 @@ class ProbedModel:
                     module.training = training
                     if isinstance(module, FSDPModule):
                         module.reshard()
-                # Of the DeepSpeed engine. Only a backward leaves parameters gathered.
+                # DeepSpeed's engine has this method, which is needed after a backward.
                 empty_cache = getattr(self.model, "empty_partition_cache", None)
                 if self.takes_gradient and empty_cache is not None:
                     empty_cache()

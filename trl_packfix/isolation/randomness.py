@@ -38,8 +38,8 @@ def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set
     """Within this context, two sets are filled: classes of modules that draw random numbers, and dtypes of outputs.
 
     A draw is attributed to the innermost module that is running. Draws of hooks on the forward of a module (the noise
-    of NEFTune) count as draws of the module. The dtypes are those in which
-    the model computes. The weights may have another dtype: accelerate runs fp32 weights under autocast.
+    of NEFTune) count as draws of the module. The dtypes are those in which the model computes. The weights may have
+    another dtype: accelerate runs fp32 weights under autocast.
     """
     drawing_classes: set[type[nn.Module]] = set()
     dtypes: set[torch.dtype] = set()

@@ -52,8 +52,7 @@ class RepairMode:
     """How a repaired module runs on documents."""
 
     as_rows: bool  # True: as rows of padded batches; False: one document after the other
-    # True: with the pack's `position_ids`. False: without any, so that the module makes its own, as for a document
-    # alone
+    # True: with the pack's `position_ids`. False: without any, so that the module makes its own for each document
     gets_positions: bool
 
     def __str__(self) -> str:

@@ -247,10 +247,10 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
 
 
 def _small_ids(value: object, first_id: int) -> object:
-    """Return token ids within the small vocabulary: the ids of a list that are large become `first_id`, `first_id + 1`,
-    ...
+    """Return token ids within the small vocabulary; `value` is an id, a list of ids, or no id at all.
 
-    Small ids are below `FIRST_WORD`; after the last one they begin at 0 again.
+    A large id becomes `first_id`, and a large id in place i of a list `first_id + i`. These are counted modulo
+    `FIRST_WORD`.
     """
     if isinstance(value, list):
         return [_small_ids(number, first_id + i) for i, number in enumerate(value)]

@@ -120,16 +120,15 @@ def _iterate_leaks(
 def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
     """Return the smallest modules with equal inputs for a document in two packs, and with other outputs.
 
-    `find_leaks` compares with one tolerance for the whole model. Here inputs must be equal to the bit, so a module need
-    not explain the rounding of all modules before it, and also a small leak in a deep model is found. Modules whose
-    outputs change in a repeated run of the same pack are skipped.
+    `find_leaks` compares with one tolerance for the whole model. Here inputs must be equal to the bit, so they have no
+    rounding of earlier modules, and also a small leak in a deep model is found. Modules whose outputs change in a
+    repeated run of the same pack are skipped.
 
     Args:
         pair: two packs; no document runs alone.
         tolerance: relative change that rounding inside one module may cause. If documents of both packs have equal
             lengths, a smaller change may also be a leak: rounding changes few numbers, so it is one if more than half
-                of
-            the numbers of some token change by `tolerance / 16` of their own size.
+            of the numbers of some token change by `tolerance / 16` of their own size.
     """
     modules = dict(probe.inner.named_modules())
     spans = pair.common_spans
@@ -151,9 +150,8 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
         probe.forward_packed(pair.first_documents)
 
     # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding. At
-    #    the
-    # end, a module is returned only if no module inside it has changed: otherwise the leak begins in that one, also if
-    # it changes so little that it may be rounding.
+    # the end, a module is returned only if no module inside it has changed: otherwise the leak begins in that one, also
+    # if it changes so little that it may be rounding.
     changed: dict[str, Leak] = {}
     leaking_names = set()
 
