@@ -334,8 +334,7 @@ class _StepProbe:
 
     def _other_token(self, token: int) -> int | None:
         """Return the first token of all documents that differs from `token`, or None if all are equal."""
-        tokens = (other for document in self.documents for other in document["input_ids"])
-        return next((other for other in tokens if other != token), None)
+        return next((other for document in self.documents for other in document["input_ids"] if other != token), None)
 
     def explain_unseen(self, laws: Sequence[Law], tolerance: float, repetition: float) -> Iterator[str]:
         """Yield sentences that say what the laws cannot see on this step and model, and why.
