@@ -122,8 +122,8 @@ def sample_parameters(model: nn.Module) -> Tensor:
         values = values.flatten()
         if values.is_floating_point():  # weights that are quantised to bytes are not trained
             step = max(values.numel() // NUM_SAMPLED, 1)
-            samples.append(values[::step][:NUM_SAMPLED].float())
-    return torch.cat([sample.cpu() for sample in samples]) if samples else torch.zeros(0)
+            samples.append(values[::step][:NUM_SAMPLED].float().cpu())
+    return torch.cat([torch.zeros(0), *samples])
 
 
 @contextmanager
