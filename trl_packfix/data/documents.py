@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset
 
-from ..planning.arrays import BoolArray, Int64Array
+from ..planning.arrays import BoolArray, Int64Array, index_in_group
 from ..planning.token_order import TokenOrder
 from ..samples.row import MAX_ROWS_NAMED
 from ..wording import count_of
@@ -375,7 +375,7 @@ def _apply_overlong(
         if not reader.cuts_anywhere:  # rows have images, which must not be cut
             return _split_between_images(spans, reader, max_length)
         num_fragments = -(-spans.lengths // max_length)
-        fragment_start = _index_in_group(num_fragments) * max_length
+        fragment_start = index_in_group(num_fragments) * max_length
         return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
     # The setting is "truncate"
     start = spans.start
@@ -424,14 +424,8 @@ def _cut_into_blocks(spans: Documents, reader: RowReader, max_length: int) -> Do
     first_block = document_start // max_length
     last_block = (document_stop - 1) // max_length
     num_fragments = last_block - first_block + 1
-    block = np.repeat(first_block, num_fragments) + _index_in_group(num_fragments)
+    block = np.repeat(first_block, num_fragments) + index_in_group(num_fragments)
     # The first fragment begins with its document, and each later fragment begins with its block
     fragment_start = np.maximum(block * max_length - np.repeat(document_start, num_fragments), 0)
     fragments = _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
     return replace(fragments, block=block)
-
-
-def _index_in_group(group_sizes: Int64Array) -> Int64Array:
-    """Return the index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
-    first_of_group = np.cumsum(group_sizes) - group_sizes
-    return np.arange(group_sizes.sum()) - np.repeat(first_of_group, group_sizes)

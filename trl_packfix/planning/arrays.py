@@ -1,4 +1,4 @@
-"""The array types of planning and data, the numbers with a meaning of their own in arrays, and names of columns.
+"""The array types of planning and data, indices of groups, numbers with a meaning of their own, and names of columns.
 
 Lengths, indices and offsets are int64, costs are float64, and masks are bool. This module needs no torch, so that the
 dry runs of the command line start fast.
@@ -17,3 +17,13 @@ MASK_COLUMNS = ("completion_mask", "assistant_masks")  # 1 marks a trained token
 # Where documents are sorted by their tokens, this follows the last token. It is larger than any token id, so a document
 # comes behind all longer documents that begin with its tokens.
 END_TOKEN_KEY = 2**32 - 1
+
+
+def offsets_of(sizes: Int64Array | BoolArray) -> Int64Array:
+    """Return where groups of these sizes begin that follow each other, and where the last ends: [2, 3] -> [0, 2, 5]."""
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def index_in_group(sizes: Int64Array) -> Int64Array:
+    """Return the index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -14,7 +14,7 @@ from collections import deque
 
 import numpy as np
 
-from .arrays import Int64Array
+from .arrays import Int64Array, index_in_group
 
 Packs = tuple[Int64Array, Int64Array]
 EqualPacks = tuple[int, int, int]
@@ -47,7 +47,7 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     # 3. Compute the pack of each document. `index` is first the number of the document in its assignment, and
     # then in its pack among the documents of this assignment. It is changed in place, because it is a large array.
     num_assigned = num_packs * per_pack
-    index = np.arange(len(lengths)) - np.repeat(np.cumsum(num_assigned) - num_assigned, num_assigned)
+    index = index_in_group(num_assigned)
     per_pack = np.repeat(per_pack, num_assigned)
     pack = index // per_pack
     index -= pack * per_pack

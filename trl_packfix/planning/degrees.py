@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .arrays import Float64Array, Int64Array
+from .arrays import Float64Array, Int64Array, offsets_of
 from .balance import balance_packs, least_loaded
 from .best_fit import best_fit_decreasing
 from .costs import CostModel
@@ -140,9 +140,8 @@ def schedule_groups(
     degree_of_pack = np.repeat(degrees, bins.world_size // degrees)
     sizes = np.zeros(len(degrees) * bins.world_size, np.int64)
     sizes[np.cumsum(degree_of_pack) - degree_of_pack] = [len(pack) for pack in packs]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
     order = np.concatenate([np.zeros(0, np.int64), *packs])
-    return Schedule(order, offsets, bins.accumulation, bins.world_size, degrees=degrees)
+    return Schedule(order, offsets_of(sizes), bins.accumulation, bins.world_size, degrees=degrees)
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:

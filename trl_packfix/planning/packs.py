@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Int64Array
+from .arrays import Int64Array, offsets_of
 from .best_fit import best_fit_decreasing, by_earliest, select_packs
 from .exact_fill import pack_in_windows, pack_with_buffer
 
@@ -72,8 +72,8 @@ class PackPlan:
         capacity = self.capacity
         counts = np.bincount(self.lengths, minlength=1)
         # At index w of the two arrays: the number of documents with fewer than w tokens, and their tokens together
-        documents = np.concatenate([[0], np.cumsum(counts)])
-        tokens = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
+        documents = offsets_of(counts)
+        tokens = offsets_of(counts * np.arange(len(counts)))
         end = len(counts)
         half = min(capacity // 2 + 1, end)  # a document of at least so many tokens is *long*
         # Every long document needs a pack of its own. Choose a threshold, and call documents from the threshold up to
@@ -197,7 +197,7 @@ def shuffle_packs(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
 
 def _make_plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
     """Make a plan of packs: `members` has the documents pack after pack, `sizes` their number in each pack."""
-    return PackPlan(members, np.concatenate([[0], np.cumsum(sizes)]), lengths, int(capacity))
+    return PackPlan(members, offsets_of(sizes), lengths, int(capacity))
 
 
 def is_integer(value: object) -> bool:

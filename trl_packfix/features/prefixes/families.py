@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...data.epochs import EpochPlanner
-from ...planning.arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array
+from ...planning.arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array, index_in_group, offsets_of
 from ...planning.costs import CostModel
 from ...planning.parallel import SequenceParallel
 from ...planning.token_order import TokenOrder
@@ -226,7 +226,7 @@ class Pieces(Units):
         piece_of_documents[self.order] = self._piece_numbers
         piece = piece_of_documents[documents]
         is_first = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
-        return piece[is_first], np.concatenate([[0], np.cumsum(is_first)])[offsets]
+        return piece[is_first], offsets_of(is_first)[offsets]
 
     def sort_by_step(
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
@@ -255,10 +255,9 @@ class Pieces(Units):
         if rng is not None:
             order = order[np.lexsort((rng.random(len(order)), self._piece_numbers))]
         sizes = np.diff(self.offsets)[units]
-        ends = np.concatenate([[0], np.cumsum(sizes)])
         # Count up from the first document of each unit
-        places = np.arange(ends[-1]) + np.repeat(self.offsets[units] - ends[:-1], sizes)
-        return order[places], ends[offsets]
+        places = np.repeat(self.offsets[units], sizes) + index_in_group(sizes)
+        return order[places], offsets_of(sizes)[offsets]
 
 
 def make_pieces(
@@ -330,7 +329,7 @@ def make_pieces(
         image_costs=np.add.reduceat(image_costs(tokens.order, shared), starts)[by_smallest],
         targets=np.add.reduceat(trained[tokens.order], starts)[by_smallest],
         order=tokens.order[places],
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(piece_numbers))]),
+        offsets=offsets_of(np.bincount(piece_numbers)),
         lengths=size[places],
         shared=shared[places],
         family=family,
@@ -376,7 +375,7 @@ def _cut_families(
 
         The sum of a piece has the values of its documents, and `extra_of_first` of its first document.
         """
-        total = np.concatenate([[0], np.cumsum(values)])
+        total = offsets_of(values)
         return np.searchsorted(total, total[:-1] + max_sum - extra_of_first, side="right") - 1
 
     own_rows = lengths - shared
