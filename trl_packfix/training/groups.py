@@ -32,9 +32,7 @@ class SamePackCheck:
 
     def start_training(self) -> None:
         """Set the number of optimizer steps in which packs will be compared."""
-        self.num_remaining_steps = 0
-        if self._data.ranks.may_share_packs:
-            self.num_remaining_steps = self._data.source.num_compared_steps
+        self.num_remaining_steps = self._data.source.num_compared_steps if self._data.ranks.may_share_packs else 0
 
     def compare_packs(self, batches: list[dict[str, Any]]) -> None:
         """Raise ValueError if ranks have read different packs as micro-batches of an optimizer step."""

@@ -122,7 +122,7 @@ def add_token_scores(model: PreTrainedModel) -> None:
         if kwargs.get("output_router_logits"):
             num_experts = text.num_experts
             top_k = text.num_experts_per_tok
-            statistic: Any = load_balancing_loss_func
+            statistic: Any = load_balancing_loss_func  # its annotation says that it may return an integer
             scores.aux_loss = statistic(outputs.router_logits, num_experts, top_k, kwargs.get("attention_mask"))
             scores.loss = scores.loss + getattr(text, "router_aux_loss_coef", 0.0) * scores.aux_loss
         return scores
@@ -283,7 +283,7 @@ class _ScoredLabels(torch.autograd.Function):
         ctx.softcap = softcap
         ctx.save_for_backward(states, weight, bias, labels)
         chunk_scores = []
-        for rows, logits in _logit_chunks(ctx, states, weight, bias=bias):
+        for rows, logits in _logit_chunks(ctx, states, weight.to(ctx.dtype), bias=bias):
             target = labels[rows, None]
             log_probs = logits.log_softmax(-1)
             entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -303,7 +303,7 @@ class _ScoredLabels(torch.autograd.Function):
             weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
             bias_grad = torch.zeros_like(bias, dtype=sum_dtype) if wants_bias else None
             cast_weight = weight.to(ctx.dtype)
-            for rows, logits in _logit_chunks(ctx, states, weight, bias=bias):
+            for rows, logits in _logit_chunks(ctx, states, cast_weight, bias=bias):
                 # The derivative of the log-probability by each logit: 1 for the label, minus the probability
                 logits_grad = -logits.softmax(-1)
                 logits_grad[torch.arange(len(logits), device=logits.device), labels[rows]] += 1
@@ -322,9 +322,13 @@ class _ScoredLabels(torch.autograd.Function):
         return states_grad, weight_grad, bias_grad, None, None, None
 
 
-def _logit_chunks(ctx: Any, states: Tensor, weight: Tensor, *, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the states and the logits of each, (CHUNK_SIZE, V), in fp32 at least."""
-    cast_weight = weight.to(ctx.dtype)
+def _logit_chunks(
+    ctx: Any, states: Tensor, cast_weight: Tensor, *, bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the states and the logits of each, (CHUNK_SIZE, V), in fp32 at least.
+
+    `cast_weight` is the weight of the head in the dtype of the computation, `ctx.dtype`.
+    """
     for first_row in range(0, len(states), CHUNK_SIZE):
         rows = slice(first_row, first_row + CHUNK_SIZE)
         logits = F.linear(states[rows].to(ctx.dtype), cast_weight, None if bias is None else bias.to(ctx.dtype))
