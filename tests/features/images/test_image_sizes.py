@@ -10,6 +10,7 @@ from support.vision import FAMILIES, FEATURES, message, picture, rows
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from trl_packfix.features.images.measures import CHECK_INTERVAL, measure
+from trl_packfix.samples.turns import TurnRule
 
 ROWS = rows(40)
 
@@ -56,10 +57,15 @@ class BrightIsLarge(LlavaImageProcessorPil):
         return super().__call__(images, **kwargs)
 
 
-def test_a_processor_that_looks_at_the_content_runs_on_every_row(caplog, monkeypatch):
+def content_dependent_process():
     process = processor_of("llava")
     given = process.processor.image_processor
     process.processor.image_processor = BrightIsLarge(size=given.size, crop_size=given.crop_size, do_pad=False)
+    return process
+
+
+def test_a_processor_that_looks_at_the_content_runs_on_every_row(caplog, monkeypatch):
+    process = content_dependent_process()
     images = [picture(24, 24, i) if i % 3 else picture(24, 24, i).point(lambda value: 255) for i in range(40)]
     chat = [message("user", "ab", 1), message("assistant", "c")]
     dataset = Dataset.from_list([{"images": [image], "messages": chat} for image in images], features=FEATURES)
@@ -74,3 +80,17 @@ def test_a_processor_that_looks_at_the_content_runs_on_every_row(caplog, monkeyp
     differing = sum(wanted[row] != wanted[1] for row in range(0, 40, CHECK_INTERVAL))
     assert differing > 0
     assert f"{differing} of 3 compared rows of the train dataset have another length" in caplog.text
+
+
+def test_compared_turns_are_counted_by_their_rows(caplog, monkeypatch):
+    """If each turn is a document, the turns of every 16th row are compared, and the warning names the row."""
+    monkeypatch.setattr(BrightIsLarge, "__module__", "transformers.models.llava")
+    images = [picture(24, 24, i) for i in range(40)]
+    images[16] = images[16].point(lambda value: 255)
+    chat = [message("user", "ab", 1), message("assistant", "c"), message("user", "d"), message("assistant", "e")]
+    dataset = Dataset.from_list([{"images": [image], "messages": chat} for image in images], features=FEATURES)
+    with caplog.at_level(logging.WARNING):
+        turns = measure(dataset, content_dependent_process(), "train", num_proc=None, drops=False, rule=TurnRule())
+    assert len(turns) == 80
+    assert "2 of 6 compared rows of the train dataset have another length" in caplog.text
+    assert "the first is row 16" in caplog.text

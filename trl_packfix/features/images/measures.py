@@ -30,11 +30,13 @@ from ...samples.row import (
     BAD_ROW_COLUMN,
     BOOKKEEPING_COLUMNS,
     MAX_ROWS_NAMED,
+    ROW_COLUMN,
     AssistantTurnCounts,
     HashedMapFunction,
     Sample,
     bad_row_mask,
     hash_modules_of,
+    read_integer_column,
 )
 from ...samples.turns import PART_MARKERS, TurnRule, text_parts
 from .processor import RowProcessor, with_images
@@ -178,13 +180,15 @@ def measure(
     measures = measure_rows(check_interval)
     differs = np.flatnonzero(measures["differs"])
     if len(differs):
+        rows = np.arange(len(measures)) if rule is None else read_integer_column(measures, ROW_COLUMN)
+        num_compared = int((rows % CHECK_INTERVAL == 0).sum())  # with a rule, all turns of every 16th row
         logger.warning(
             "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
             "first is row %d. The processor runs on every row instead, which takes longer.",
             len(differs),
-            -(-len(measures) // CHECK_INTERVAL),
+            num_compared,
             name,
-            differs[0],
+            rows[differs[0]],
         )
         measures = measure_rows(1)
     bad = bad_row_mask(measures)
