@@ -41,7 +41,7 @@ class HybridMixers(MixerSupport):
     """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
 
     def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
-        """Return the functions of the model's mixers that are replaced while a packed forward runs."""
+        """Return what replaces the functions of the model's mixers while a packed forward runs."""
         return ReplacedFunctions(mixer_function_places(model), _make_replacement)
 
     def config_has_mixers(self, config: PreTrainedConfig) -> bool:

@@ -30,8 +30,8 @@ class Images(ImageSupport):
         """Refuse a table with images and `conversations`, unless each turn becomes a document."""
         if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
             return  # the rows of a stream, or behind a transform, are checked when they are read
-        # `forms_of_table` yields the columns of each form of text, and which rows have it
-        forms = [columns for columns, has_form in forms_of_table(dataset, "") if has_form.any()]
+        # `forms_of_table` yields the columns of each form of text, such as ("conversations",), and which rows have it
+        forms = [columns for columns, has_form in forms_of_table(dataset, text_field="") if has_form.any()]
         if not per_turn and ("conversations",) in forms:
             raise ValueError(
                 f"The {name} dataset of {len(dataset)} rows has images and `conversations`. The collator of images "

@@ -427,17 +427,18 @@ class PackedRows(AroundCalls):
                 if in_pack and isinstance(output, dict) and output.get(POOLED_OUTPUT) is not None:
                     raise CannotRun(f"it also returns {POOLED_OUTPUT}, computed of each row")
                 states = output[0].flatten(0, 1)[batch.places if in_pack else batch.cells]
-                if embedded is None:
-                    return [to_exact(states)]
-                weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
-                gradient = gradient_of((states * weights).sum(), embedded[0])
-            if gradient is None:
-                return [to_exact(states.detach())]
-            gradient = to_exact(gradient.flatten(0, 1))
-            if not in_pack:  # as in the pack, tokens that share a place have one gradient, the sum of theirs
-                summed = gradient.new_zeros(batch.num_computed, gradient.shape[-1])
-                gradient = summed.index_add(0, batch.places, gradient[batch.cells])
-            return [to_exact(states.detach()), gradient]
+                gradient = None
+                if embedded is not None:
+                    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+                    gradient = gradient_of((states * weights).sum(), embedded[0])
+            values = [to_exact(states.detach())]
+            if gradient is not None:
+                gradient = to_exact(gradient.flatten(0, 1))
+                if not in_pack:  # as in the pack, tokens that share a place have one gradient, the sum of theirs
+                    summed = gradient.new_zeros(batch.num_computed, gradient.shape[-1])
+                    gradient = summed.index_add(0, batch.places, gradient[batch.cells])
+                values.append(gradient)
+            return values
 
         self._is_paused = True
         try:
