@@ -473,7 +473,7 @@ def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for module in model.modules():
-            if next(module.children(), None) is None:
+            if not any(module.children()):  # an empty list of modules counts as none
                 hooks.enter_context(module.register_forward_hook(disturb))
         yield
 
