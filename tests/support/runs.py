@@ -21,20 +21,34 @@ def config(folder, config_class=SFTConfig, **kwargs):
     defaults = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
     defaults |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1}
     defaults |= {"disable_tqdm": True} | ({"packing_report": False} if config_class is SFTConfig else {})
+    defaults |= {f"{name}_strategy": "steps" for name in ("save", "eval") if f"{name}_steps" in kwargs}
     return config_class(str(folder), **(defaults | kwargs))
+
+
+# Arguments of trainers; all others are settings of their config
+OF_TRAINERS = "eval_dataset peft_config callbacks compute_metrics compute_loss_func formatting_func".split()
+OF_TRAINERS += ["preprocess_logits_for_metrics"]
 
 
 def build_trainer(
     folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, processing_class=None, **kwargs
 ):
+    trainer_kwargs = {name: kwargs.pop(name) for name in OF_TRAINERS if name in kwargs} | (trainer_kwargs or {})
     model = build_tiny_model(model) if isinstance(model, str) else model
     return trainer_class(
         model,
         config(folder, **kwargs),
         train_dataset=dataset,
         processing_class=processing_class or build_tokenizer(),
-        **(trainer_kwargs or {}),
+        **trainer_kwargs,
     )
+
+
+def run_training(*args, checkpoint=None, **kwargs):
+    """Return a trainer of `build_trainer` that has trained, from a checkpoint on if one is given."""
+    trainer = build_trainer(*args, **kwargs)
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    return trainer
 
 
 def stock(folder, dataset, model="llama", **kwargs):
@@ -53,12 +67,35 @@ def texts(num=40, seed=0):
     return Dataset.from_dict({"text": ["".join(rng.choice(list("abcdef "), n)) for n in rng.integers(3, 60, num)]})
 
 
+def log_of_steps(trainer):
+    """Return the entries of the log that have the loss of a step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return weights_of(trainer.model)
 
 
 def start_weights(model="llama"):
-    return torch.cat([p.detach().flatten() for p in build_tiny_model(model).parameters()])
+    return weights_of(build_tiny_model(model))
+
+
+def weights_of(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def gradient_of(model):
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def samples_of(rows):
+    """Return (tokens, labels) of each tokenised row."""
+    return [(list(row["input_ids"]), list(row["labels"])) for row in rows]
+
+
+def documents_of_rows(rows):
+    """Return the rows as `all_documents` returns them: the first token of a document is not trained."""
+    return sorted((tokens, [-100, *labels[1:]]) for tokens, labels in samples_of(rows))
 
 
 def all_documents(trainer):
@@ -67,7 +104,26 @@ def all_documents(trainer):
 
 
 def documents_of(batch):
-    """Return (tokens, labels) of each document of a packed batch, sorted; padding is left out."""
-    lengths = batch["cu_seq_lens_q"].diff().tolist()
-    pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+    """Return (tokens, labels) of each document of a packed or padded batch, sorted; padding is left out."""
+    if "cu_seq_lens_q" in batch:
+        lengths = batch["cu_seq_lens_q"].diff().tolist()
+        pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+    else:
+        rows = zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool(), strict=True)
+        pairs = ((tokens[is_real], labels[is_real]) for tokens, labels, is_real in rows)
     return sorted((tokens.tolist(), labels.tolist()) for tokens, labels in pairs)
+
+
+def record_steps(trainer):
+    """Return a list to which training adds the micro-batches of each optimizer step."""
+    steps = []
+    fetch = trainer.get_batch_samples
+
+    def fetch_and_note(*args):
+        batches, num_items = fetch(*args)
+        if batches:
+            steps.append([dict(batch) for batch in batches])
+        return batches, num_items
+
+    trainer.get_batch_samples = fetch_and_note
+    return steps
