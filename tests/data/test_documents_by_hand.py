@@ -8,7 +8,6 @@ from datasets import Dataset
 
 from trl_packfix.data import documents as module
 from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, drop_untrained, make_documents
-from trl_packfix.planning.token_order import TokenOrder
 
 
 class Reader:
@@ -63,10 +62,6 @@ def spans_of(documents):
     return [*zip(documents.row.tolist(), documents.start.tolist(), documents.stop.tolist(), strict=True)]
 
 
-def counts_of(*numbers):
-    return DocumentCounts(*numbers)
-
-
 # What is dropped
 
 
@@ -75,14 +70,14 @@ def test_documents_are_dropped_for_the_first_reason_that_holds():
     reader = Reader([[], [], [1], [0] * 9, [1, 1], trained(9), [0] * 5 + trained(4)], bad=[0])
     documents = make_documents(reader, 4)
     ledger = documents.ledger
-    assert ledger.given == counts_of(7, 30, 0 + 1 + 8 + 4)
+    assert ledger.given == DocumentCounts(7, 30, 0 + 1 + 8 + 4)
     assert ledger.dropped == {
-        "bad_row": counts_of(1, 0, 0),
-        "empty": counts_of(1, 0, 0),
-        "untrained": counts_of(1, 1, 0) + counts_of(1, 9, 0) + counts_of(1, 4, 0),
+        "bad_row": DocumentCounts(1, 0, 0),
+        "empty": DocumentCounts(1, 0, 0),
+        "untrained": DocumentCounts(1, 1, 0) + DocumentCounts(1, 9, 0) + DocumentCounts(1, 4, 0),
     }
-    assert ledger.truncated == counts_of(2, 10, 5 + 4)
-    assert ledger.kept == counts_of(2, 6, 1 + 3)
+    assert ledger.truncated == DocumentCounts(2, 10, 5 + 4)
+    assert ledger.kept == DocumentCounts(2, 6, 1 + 3)
     assert spans_of(documents) == [(4, 0, 2), (5, 0, 4)]
     assert ledger.lost_trained_tokens == 9
 
@@ -95,7 +90,8 @@ def test_evaluation_keeps_documents_without_a_trained_token():
 
 def test_no_document_is_an_error_unless_it_is_allowed():
     with pytest.raises(
-        ValueError, match=r"The dataset has 2 rows and 2 documents, .* \(dropped: 2 untrained; `max_length=4`"
+        ValueError,
+        match=r"The dataset has 2 rows and 2 documents, .* \(dropped: 2 untrained; `max_length=4`.*Check that `labels`",
     ):
         make_documents(Reader([[1], [1]]), 4)
     with pytest.raises(ValueError, match=r"The dataset has 0 rows and 0 documents, .* \(dropped: none"):
@@ -104,14 +100,14 @@ def test_no_document_is_an_error_unless_it_is_allowed():
 
 
 def test_rows_of_unpacked_training_are_counted_with_those_before(monkeypatch):
-    said = []
-    monkeypatch.setattr(module.logger, "warning", lambda text, *numbers: said.append(text % numbers))
+    messages = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *numbers: messages.append(text % numbers))
     rows = Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5]], "labels": [[1, 2], [3], [-100, 5]]})
     assert drop_untrained(rows, 5, 8)["input_ids"][:] == [[1, 2], [4, 5]]
-    assert said == ["3 of 5 documents have no trained token and are dropped from training."]
-    whole = rows.select([0, 2])
-    assert drop_untrained(whole, 2, 8) is whole
-    assert len(said) == 1
+    assert messages == ["3 of 5 documents have no trained token and are dropped from training."]
+    trained_rows = rows.select([0, 2])
+    assert drop_untrained(trained_rows, 2, 8) is trained_rows
+    assert len(messages) == 1
     refused = r"The dataset has 4 rows and 4 documents, .* \(dropped: 4 untrained; `max_length=8`"
     with pytest.raises(ValueError, match=refused):
         drop_untrained(rows.select([1]), 4, 8)
@@ -128,25 +124,17 @@ def test_documents_of_a_row_follow_each_other():
 
 
 @pytest.mark.parametrize(
-    "seq_lengths, said",
+    "seq_lengths, row, counted",
     [
-        (
-            [[2, 3], [4], [2, 2], [9]],
-            r"row 2 is \[2, 2\] and the row has 3 tokens \(do not add up: 2 rows, below 1: 0 lengths\)",
-        ),
-        (
-            [[5, 0], [4, 0], [3], [3]],
-            r"row 0 is \[5, 0\] and the row has 5 tokens \(do not add up: 0 rows, below 1: 2 lengths\)",
-        ),
-        (
-            [[5], [5, -1], [0, 3], [3]],
-            r"row 1 is \[5, -1\] and the row has 4 tokens \(do not add up: 0 rows, below 1: 2 lengths\)",
-        ),
-        ([[5], [4], [3, 0], [9]], r"row 3 is \[9\] and the row has 3 tokens \(do not add up: 1 row, below 1: 1 length"),
+        ([[2, 3], [4], [2, 2], [9]], r"2 is \[2, 2\] and the row has 3", "2 rows, below 1: 0 lengths"),
+        ([[5, 0], [4, 0], [3], [3]], r"0 is \[5, 0\] and the row has 5", "0 rows, below 1: 2 lengths"),
+        ([[5], [5, -1], [0, 3], [3]], r"1 is \[5, -1\] and the row has 4", "0 rows, below 1: 2 lengths"),
+        ([[5], [4], [3, 0], [9]], r"3 is \[9\] and the row has 3", "1 row, below 1: 1 length"),
     ],
 )
-def test_lengths_that_are_no_documents_of_their_row_are_refused(seq_lengths, said):
-    with pytest.raises(ValueError, match=f"`seq_lengths` of {said}"):
+def test_lengths_that_are_no_documents_of_their_row_are_refused(seq_lengths, row, counted):
+    message = rf"`seq_lengths` of row {row} tokens \(do not add up: {counted}\).*must be positive and add up.*Correct"
+    with pytest.raises(ValueError, match=message):
         make_documents(Reader([trained(5), trained(4), trained(3), trained(3)], seq_lengths=seq_lengths), None)
 
 
@@ -154,16 +142,13 @@ def test_lengths_that_are_no_documents_of_their_row_are_refused(seq_lengths, sai
 
 
 @pytest.mark.parametrize(
-    "settings, spans, counts",
-    [
-        ({}, [(0, 0, 4), (1, 0, 4), (2, 0, 4)], counts_of(2, 1 + 5, 1 + 5)),
-        ({"truncation_mode": "keep_end"}, [(0, 0, 4), (1, 1, 5), (2, 5, 9)], counts_of(2, 1 + 5, 1 + 5)),
-    ],
+    "truncation_mode, spans",
+    [("keep_start", [(0, 0, 4), (1, 0, 4), (2, 0, 4)]), ("keep_end", [(0, 0, 4), (1, 1, 5), (2, 5, 9)])],
 )
-def test_a_document_of_one_token_more_is_truncated(settings, spans, counts):
-    documents = make_documents(Reader([trained(4), trained(5), trained(9)]), 4, **settings)
+def test_a_document_of_one_token_more_is_truncated(truncation_mode, spans):
+    documents = make_documents(Reader([trained(4), trained(5), trained(9)]), 4, truncation_mode=truncation_mode)
     assert spans_of(documents) == spans
-    assert documents.ledger.truncated == counts
+    assert documents.ledger.truncated == DocumentCounts(2, 1 + 5, 1 + 5)
     assert documents.trained.tolist() == [3, 3, 3]
 
 
@@ -172,9 +157,9 @@ def test_a_document_of_one_token_more_is_split():
     documents = make_documents(Reader([trained(4), trained(5), trained(8), trained(10)]), 4, "split")
     assert spans_of(documents) == [(0, 0, 4), (1, 0, 4), (2, 0, 4), (2, 4, 8), (3, 0, 4), (3, 4, 8), (3, 8, 10)]
     ledger = documents.ledger
-    assert ledger.split == counts_of(3, 0, 1 + 1 + 2)
+    assert ledger.split == DocumentCounts(3, 0, 1 + 1 + 2)
     assert ledger.fragments == 2 + 2 + 3
-    assert ledger.dropped == {"untrained": counts_of(1, 1, 0)}
+    assert ledger.dropped == {"untrained": DocumentCounts(1, 1, 0)}
     assert documents.trained.tolist() == [3, 3, 3, 3, 3, 3, 1]
 
 
@@ -182,8 +167,9 @@ def test_a_document_of_one_token_more_is_dropped_or_refused():
     reader = Reader([trained(4), trained(5), trained(3), trained(9)])
     documents = make_documents(reader, 4, "drop")
     assert documents.row.tolist() == [0, 2]
-    assert documents.ledger.dropped == {"overlong": counts_of(2, 14, 12)}
-    with pytest.raises(ValueError, match=r"2 of 4 documents .* in rows 1 \(5 tokens\), 3 \(9 tokens\)\."):
+    assert documents.ledger.dropped == {"overlong": DocumentCounts(2, 14, 12)}
+    message = r"2 of 4 documents .* in rows 1 \(5 tokens\), 3 \(9 tokens\)\..*Raise `max_length`"
+    with pytest.raises(ValueError, match=message):
         make_documents(reader, 4, "raise")
     assert len(make_documents(reader, 9, "raise")) == 4
 
@@ -194,8 +180,8 @@ def test_a_row_is_split_at_the_places_of_its_reader():
     documents = make_documents(reader, 4, "split")
     assert spans_of(documents) == [(0, 0, 4), (1, 0, 3), (1, 3, 5), (3, 0, 2), (3, 2, 6), (3, 6, 9)]
     ledger = documents.ledger
-    assert ledger.dropped == {"overlong": counts_of(1, 9, 8)}
-    assert ledger.split == counts_of(2, 0, 1 + 2)
+    assert ledger.dropped == {"overlong": DocumentCounts(1, 9, 8)}
+    assert ledger.split == DocumentCounts(2, 0, 1 + 2)
     assert ledger.fragments == 5
 
 
@@ -203,7 +189,7 @@ def test_a_row_that_cannot_be_truncated_is_dropped():
     reader = Reader([trained(9), trained(9), trained(3)], undividable=1)
     documents = make_documents(reader, 4)
     assert spans_of(documents) == [(0, 0, 4), (2, 0, 3)]
-    assert documents.ledger.dropped == {"overlong": counts_of(1, 9, 8)}
+    assert documents.ledger.dropped == {"overlong": DocumentCounts(1, 9, 8)}
     assert len(make_documents(reader, 4, keep_untrained=True)) == 3
     # Only truncation asks the reader
     assert make_documents(reader, 4, "split").ledger.fragments == 6
@@ -219,43 +205,22 @@ def test_a_concatenation_is_cut_into_blocks():
         *((4, 0, 4), (4, 4, 8)),
     ]
     assert documents.block.tolist() == [0, 1, 2, 3, 4, 5]
-    assert documents.ledger.split == counts_of(2, 0, 2 + 2)
+    assert documents.ledger.split == DocumentCounts(2, 0, 2 + 2)
     assert documents.ledger.fragments == 6
-    assert documents.ledger.dropped == {"untrained": counts_of(3, 3, 0)}
+    assert documents.ledger.dropped == {"untrained": DocumentCounts(3, 3, 0)}
 
 
 def test_counts_begin_with_0():
-    assert DocumentCounts() == counts_of(0, 0, 0)
-    assert Ledger() == Ledger(*(counts_of(0, 0, 0) for _ in range(4)), fragments=0, dropped={})
+    assert DocumentCounts() == DocumentCounts(0, 0, 0)
+    assert Ledger() == Ledger(*(DocumentCounts(0, 0, 0) for _ in range(4)), fragments=0, dropped={})
 
 
-def test_counts_are_saved_with_all_arrays():
+def test_all_arrays_that_documents_have_are_saved():
+    """`planning/test_epochs.py` compares those that are read with those that were saved."""
     others = {"ledger", "token_order", "fingerprint", "file"}
     assert {*module.DOCUMENT_ARRAYS} == {field.name for field in fields(Documents)} - others
-    arrays = {name: np.arange(2) + i for i, name in enumerate(module.DOCUMENT_ARRAYS)}
-    tokens = TokenOrder(np.array([1, 0]), np.array([0, 2]))
-    ledger = Ledger(*(counts_of(i, i + 1, i + 2) for i in range(4)), fragments=9, dropped={"empty": counts_of(1, 2, 3)})
-    documents = Documents(**arrays, ledger=ledger, token_order=tokens, fingerprint="abc")
+    documents = Documents(*(np.arange(2),) * 4, Ledger())
+    assert documents.to_arrays().keys() == {"row", "start", "stop", "trained", "lengths", "ledger", "fingerprint"}
     again = Documents.from_arrays(documents.to_arrays())
-    assert again.ledger == ledger
-    assert ledger.to_dict()["lost_trained_tokens"] == 2 - 3
-    assert again.fingerprint == "abc"
-    assert again.lengths.tolist() == documents.lengths.tolist()
-    assert (again.token_order.order.tolist(), again.token_order.common.tolist()) == ([1, 0], [0, 2])
-    for name, values in arrays.items():
-        assert getattr(again, name).tolist() == values.tolist()
-    few = Documents(*(np.arange(2),) * 4, Ledger())
-    assert few.to_arrays().keys() == {"row", "start", "stop", "trained", "lengths", "ledger", "fingerprint"}
-    again = Documents.from_arrays(few.to_arrays())
     assert again.token_order is None
     assert again.image_start is None
-
-
-def test_a_selection_has_its_documents_and_their_order():
-    tokens = TokenOrder(np.array([3, 0, 2, 1]), np.array([0, 5, 3, 4]))
-    documents = Documents(*(np.arange(4),) * 4, Ledger(), token_order=tokens)
-    found = documents.select(np.array([True, False, False, True]))
-    assert found.row.tolist() == [0, 3]
-    assert (found.token_order.order.tolist(), found.token_order.common.tolist()) == ([1, 0], [0, 5])
-    found = documents.select(np.array([False, True, True, True]))
-    assert (found.token_order.order.tolist(), found.token_order.common.tolist()) == ([2, 1, 0], [0, 3, 4])
