@@ -11,36 +11,30 @@ from trl_packfix import PackedDataCollator
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.sampled_from([None, 1, 8, 64]))
 def test_collator_flattens_documents_and_pads_with_one_document(lengths, multiple):
-    documents = []
-    first = 1
-    for n in lengths:
-        ids = np.arange(first, first + n)
-        documents.append({"input_ids": ids, "labels": ids})
-        first += n
-    batch = PackedDataCollator(pad_to_multiple_of=multiple, pad_token_id=0)(documents)
     total = sum(lengths)
-    padding = -sum(lengths) % (multiple or 1)
-    shape = (1, total + padding)
-    for key in ("input_ids", "labels", "position_ids", "seq_idx"):
-        assert batch[key].shape == shape
-    assert batch["input_ids"][0, :total].tolist() == list(range(1, total + 1))
-    expected = lengths + [padding] * (padding > 0)
-    bounds = batch["cu_seq_lens_q"]
-    index = batch["seq_idx"][0]
-    positions = batch["position_ids"][0]
-    assert bounds[0] == 0, "padding is one final document"
-    assert bounds.diff().tolist() == expected, "padding is one final document"
-    assert index.tolist() == [i for i, n in enumerate(expected) for _ in range(n)]
-    assert positions.tolist() == [i for n in expected for i in range(n)]
-    assert (positions.dtype, bounds.dtype, index.dtype) == (torch.int64, torch.int32, torch.int32)
-    assert batch["max_length_q"] == batch["max_length_k"] == max(expected)
-    starts = positions == 0
-    assert (batch["labels"][0][starts] == -100).all(), "the first token of a document is never a target"
-    trained = batch["labels"][0, :total][~starts[:total]]
-    assert torch.equal(trained, batch["input_ids"][0, :total][~starts[:total]])
-    assert (batch["labels"][0, total:] == -100).all()
-    assert "attention_mask" not in batch
-    assert batch["use_cache"] is False
+    documents = [{"input_ids": ids, "labels": ids} for ids in np.split(np.arange(total) + 1, np.cumsum(lengths)[:-1])]
+    batch = PackedDataCollator(pad_to_multiple_of=multiple, pad_token_id=0)(documents)
+    padding = -total % (multiple or 1)
+    lengths = lengths + [padding] * (padding > 0)  # padding is one final document
+    tokens = [*range(1, total + 1)] + [0] * padding
+    positions = [place for length in lengths for place in range(length)]
+    bounds = [0, *np.cumsum(lengths).tolist()]
+    longest = max(lengths)
+    values = {name: value.tolist() if torch.is_tensor(value) else value for name, value in batch.items()}
+    assert values == {
+        "input_ids": [tokens],
+        # the first token of a document is never a target
+        "labels": [[token if token and place else -100 for token, place in zip(tokens, positions, strict=True)]],
+        "position_ids": [positions],
+        "seq_idx": [[i for i, length in enumerate(lengths) for _ in range(length)]],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "use_cache": False,
+    }
+    dtypes = [batch[name].dtype for name in ("position_ids", "cu_seq_lens_q", "seq_idx")]
+    assert dtypes == [torch.int64, torch.int32, torch.int32]
 
 
 def test_collator_takes_lists_tensors_missing_labels_masks_of_ones_and_a_mask_beside_labels():

@@ -19,19 +19,20 @@ def documents(*lengths):
 def test_every_pack_has_the_same_shapes(lengths):
     batch = STATIC(documents(*lengths))
     plain = PackedDataCollator()(documents(*lengths))
-    assert all(batch[name].shape == (1, 512) for name in ("input_ids", "labels", "position_ids", "seq_idx"))
+    longest = max(64, *lengths)
+    num_tokens = sum(lengths)
     bounds = batch["cu_seq_lens_q"]
     assert bounds.shape == (73,)
     assert bounds[-1] == 512
     assert batch["cu_seq_lens_k"] is bounds
-    assert batch["max_length_q"] == batch["max_length_k"] == max(64, *lengths)
-    padded = bounds.diff()[len(lengths) :]
-    assert padded.max() <= max(64, *lengths)
-    assert padded.tolist() == sorted(padded.tolist(), reverse=True)
-    T = sum(lengths)
-    assert (batch["labels"][0, T:] == -100).all()
+    assert batch["max_length_q"] == batch["max_length_k"] == longest
+    padded = bounds.diff()[len(lengths) :].tolist()
+    assert padded == sorted(padded, reverse=True)
+    assert max(padded) <= longest
+    assert (batch["labels"][0, num_tokens:] == -100).all()
     for name in ("input_ids", "labels", "position_ids", "seq_idx"):
-        assert torch.equal(batch[name][:, :T], plain[name])
+        assert batch[name].shape == (1, 512)
+        assert torch.equal(batch[name][:, :num_tokens], plain[name])
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
