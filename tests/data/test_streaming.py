@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import tracemalloc
 from collections import Counter
-from itertools import chain, islice
+from itertools import chain, count, islice
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model
 from support.planners import make_stream, one_pass, saved_and_loaded
-from support.runs import ANSWER, PROMPT, all_documents, build_trainer, documents_of, texts
+from support.runs import all_documents, build_trainer, documents_of, run_training, texts
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
@@ -51,14 +51,11 @@ def numbers(micro_batch) -> list[int]:
     "num_shards, tokens_per_rank, degrees", [(1, 32, (1, 2, 4)), (2, 32, (2,)), (4, 64, (1,)), (4, 16, (1, 2, 4))]
 )
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
-    num_shards, tokens_per_rank, degrees, accumulation
-):
+def test_ranks_of_a_group_read_the_same_packs_of_all_degrees(num_shards, tokens_per_rank, degrees, accumulation):
+    """Documents are counted in `test_every_document_once_per_pass_over_any_sequence_of_launches`."""
     lengths = np.concatenate([drawn(150, 12), drawn(50, 64)])[np.random.default_rng(1).permutation(200)]
     dataset = numbered(lengths).to_iterable_dataset(num_shards)
-    seen = Counter()
-    used = set()
-    steps = []
+    degrees_seen = set()
     size = {"batch_size": 1, "max_length": 64, "buffer_size": 30, "accumulation": accumulation, "world_size": 4}
     streams = [make_stream(dataset, rank=rank, tokens_per_rank=tokens_per_rank, **size) for rank in range(4)]
     passes = [list(one_pass(stream)) for stream in streams]
@@ -66,17 +63,12 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
         assert stream.packing.degrees == degrees
         for number, pack in enumerate(packs):
             assert pack.group.rank == rank % pack.group.size
-            used.add(pack.group.size)
+            degrees_seen.add(pack.group.size)
             assert numbers(pack) == numbers(passes[rank - pack.group.rank][number])
-            tokens = sum(len(document["input_ids"]) for document in pack)
-            assert -(-tokens // pack.group.size) <= tokens_per_rank
-            seen.update(numbers(pack) if pack.group.is_leader else [])
-        steps.append(len(packs) / accumulation)
         assert sum(stream.state_after(stream.num_steps - 1)["micro_steps"].values()) == len(packs)
-    assert seen == dict.fromkeys(range(200), 1)
-    assert used == set(degrees)
-    fewest = lengths.sum() / (4 * tokens_per_rank * accumulation)
-    assert min(steps) <= 1.4 * fewest + 1, "packs are not full"
+    assert degrees_seen == set(degrees)
+    fewest = lengths.sum() / (4 * tokens_per_rank)
+    assert min(map(len, passes)) <= 1.4 * fewest + accumulation, "packs are not full"
 
 
 @pytest.mark.parametrize("buffer_size", [1, 20, 1000])
@@ -90,10 +82,10 @@ def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
 
 @pytest.mark.processes
 def test_workers_share_the_shards_and_duplicate_nothing():
-    for num_shards, used in ((1, 1), (3, 2)):
+    for num_shards, num_workers in ((1, 1), (3, 2)):
         dataset = numbered(drawn(600)).to_iterable_dataset(num_shards)
         stream = make_stream(dataset, batch_size=2, max_length=40, num_workers=2)
-        assert stream.num_workers == used
+        assert stream.num_workers == num_workers
         assert sorted(chain.from_iterable(map(numbers, one_pass(stream)))) == list(range(600))
 
 
@@ -111,26 +103,14 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
     num = 20 * 4096
     buffer_size = 50
     monkeypatch.setattr("trl_packfix.planning.exact_fill.MAX_REMEMBERED", remembered)
-    waiting = 0
-    most = 0
-
-    def arriving():
-        nonlocal waiting, most
-        for length in lengths:
-            waiting += 1
-            most = max(most, waiting)
-            yield length
-
     lengths = drawn(num, 100).tolist()
-    seen = np.zeros(num, dtype=np.int64)
+    counted = np.zeros(num, dtype=np.int64)
     tracemalloc.start()
-    for pack in StreamPacker(arriving(), 200, buffer_size, longest=100):
-        seen[pack] += 1
-        waiting -= len(pack)
+    for pack in StreamPacker(iter(lengths), 200, buffer_size, longest=100):
+        counted[pack] += 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (seen == 1).all()
-    assert most <= buffer_size + 100
+    assert (counted == 1).all()
     assert peak < 4 * num, "a list of all lengths would take 8 bytes for each"
 
 
@@ -154,11 +134,15 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
     expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     dataset = table.to_iterable_dataset(2)
     stream = make_stream(dataset, batch_size=1, max_length=25, overlong=overlong, truncation_mode=mode, buffer_size=10)
-    got = []
+    documents = []
     for batch in one_pass(stream):
-        got += [(d["input_ids"].tolist(), d["labels"].tolist()) for d in batch]
+        documents += batch
         ledger = stream.state_after(stream.num_steps)["counts"].ledger
-    assert sorted(got) == sorted((d["input_ids"].tolist(), d["labels"].tolist()) for d in expected)
+
+    def in_order(documents):
+        return sorted((document["input_ids"].tolist(), document["labels"].tolist()) for document in documents)
+
+    assert in_order(documents) == in_order(expected)
     assert ledger.to_dict() == spans.ledger.to_dict()
     assert ledger.dropped["untrained"].documents, "nothing was dropped"
 
@@ -196,13 +180,11 @@ SHARDS = {"starts": [0, 200, 500, 503], "stops": [200, 500, 503, 700]}
 SOURCES = {
     "table": lambda: TABLE.to_iterable_dataset(3),
     "generator": lambda: IterableDataset.from_generator(generate, gen_kwargs=SHARDS),
-    "mapped": lambda: TABLE.to_iterable_dataset(3).map(lambda row: {"labels": row["input_ids"]}),
     "mapped in batches": lambda: (
         TABLE.to_iterable_dataset(3)
         .map(lambda rows: {"labels": rows["input_ids"]}, batched=True, batch_size=50)
         .filter(lambda row: row["input_ids"][0] % 5)
     ),
-    "filtered": lambda: TABLE.to_iterable_dataset(3).filter(lambda row: row["input_ids"][0] % 5),
     "shuffled": lambda: TABLE.to_iterable_dataset(3).shuffle(seed=1, buffer_size=100),
     "shuffled, then mapped": lambda: (
         TABLE.to_iterable_dataset(3).shuffle(seed=1, buffer_size=100).map(lambda row: {"labels": row["input_ids"]})
@@ -234,18 +216,18 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     rng = np.random.default_rng(0)
     points = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist())
     end_of_pass = 0
-    whole = stream()
+    unbroken = stream()
     expected = []
     states = {}
-    batches = iter(whole)
+    batches = iter(unbroken)
     for step in range(1, num_steps + 1):
         expected.append([numbers(batch) for batch in islice(batches, 2)])
-        if whole.num_passes == 1 and not end_of_pass:
+        if unbroken.num_passes == 1 and not end_of_pass:
             end_of_pass = step - 1
-            states[step - 1] = saved_and_loaded(whole.state_dict(step - 1))
+            states[step - 1] = saved_and_loaded(unbroken.state_dict(step - 1))
         if step in points:
-            states[step] = saved_and_loaded(whole.state_dict(step))
-    assert whole.num_passes >= 2
+            states[step] = saved_and_loaded(unbroken.state_dict(step))
+    assert unbroken.num_passes >= 2
     assert end_of_pass
     assert len(states) >= num_points
     for step, state in states.items():
@@ -285,8 +267,8 @@ def test_a_restart_under_other_settings_is_refused(changed):
     state = make_stream(SOURCES["table"](), **SIZE).state_dict(0)
     now = make_stream(SOURCES["table"](), **SIZE | changed)
     assert not now.can_continue(state)
-    said = r"(?s)other settings: .* was .* and is .*Set them back.*`ignore_data_skip=True`"
-    with pytest.raises(ValueError, match=said):
+    message = r"(?s)other settings: .* was .* and is .*Set them back.*`ignore_data_skip=True`"
+    with pytest.raises(ValueError, match=message):
         now.merge_states([state])
 
 
@@ -317,7 +299,7 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
 ):
     """Ranks come and go within a pass, and own their shards or share the stream."""
     table = numbered(lengths)
-    seen = Counter()
+    counted = Counter()
     states = None
     step = 0
     dataset = table.to_iterable_dataset(num_shards)
@@ -325,7 +307,8 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
         dataset = dataset.shuffle(seed=1, buffer_size=20)
     elif source == "filtered":
         dataset = dataset.filter(lambda row: True)
-    for number, (num_ranks, accumulation, num_steps) in enumerate(launches):
+    for number, (num_ranks, accumulation, num_steps) in enumerate(launches, 1):
+        is_last = number == len(launches)
         size = {"batch_size": 2} if tokens_per_rank is None else {"batch_size": 1, "tokens_per_rank": tokens_per_rank}
         size |= {"max_length": 30, "buffer_size": 20, "accumulation": accumulation}
         world_size = num_ranks * (1 if tokens_per_rank is None else 2)
@@ -336,42 +319,40 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
         last = max(rank.num_passes for rank in ranks) + 2  # the rest of the pass, and one of these ranks
         for rank in ranks:
             batches = iter(rank)
-            step_of_rank = step
-            while number == len(launches) - 1 or step_of_rank < step + num_steps:
+            for _ in count() if is_last else range(num_steps):
                 micro_batches = list(islice(batches, accumulation))
-                if number == len(launches) - 1 and rank.num_passes >= last:
+                if is_last and rank.num_passes >= last:
                     break
-                step_of_rank += 1
                 assert len(micro_batches) == accumulation
                 once = [batch for batch in micro_batches if batch.group.is_leader]
                 for batch in once:
                     tokens = sum(lengths[document] for document in numbers(batch))
                     assert tokens <= (60 if tokens_per_rank is None else 16 * batch.group.size)
-                seen.update(chain.from_iterable(map(numbers, once)))
+                counted.update(chain.from_iterable(map(numbers, once)))
         step += num_steps
-        if number < len(launches) - 1:
+        if not is_last:
             states = [saved_and_loaded(rank.state_dict(step)) for rank in ranks]
     assert (ranks[0].ranks_per_share == 1) == (num_shards % world_size == 0) or tokens_per_rank is not None
-    assert seen == dict.fromkeys(range(len(lengths)), last)
+    assert counted == dict.fromkeys(range(len(lengths)), last)
 
 
 @pytest.mark.processes
 def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     dataset = TABLE.to_iterable_dataset(4)
     ranks = [make_stream(dataset, rank=rank, world_size=2, num_workers=2, **SIZE) for rank in range(2)]
-    seen = Counter(chain.from_iterable(numbers(batch) for rank in ranks for batch in islice(rank, 5)))
+    counted = Counter(chain.from_iterable(numbers(batch) for rank in ranks for batch in islice(rank, 5)))
     states = [saved_and_loaded(rank.state_dict(5)) for rank in ranks]
-    one = make_stream(dataset, num_workers=2, **SIZE)
-    one.load_state_dict(one.merge_states(states))
+    unbroken = make_stream(dataset, num_workers=2, **SIZE)
+    unbroken.load_state_dict(unbroken.merge_states(states))
     expected = []
-    for batch in one_pass(one):
+    for batch in one_pass(unbroken):
         expected.append(numbers(batch))
-        if one.num_steps == 9:
-            state = saved_and_loaded(one.state_dict(9))
+        if unbroken.num_steps == 9:
+            state = saved_and_loaded(unbroken.state_dict(9))
     assert len(state["parts"]) == 4
     assert len(expected) > 10
-    seen.update(chain.from_iterable(expected))
-    assert seen == dict.fromkeys(range(len(TABLE)), 1)
+    counted.update(chain.from_iterable(expected))
+    assert counted == dict.fromkeys(range(len(TABLE)), 1)
     again = make_stream(dataset, num_workers=2, **SIZE)
     assert again.can_continue(state)
     again.load_state_dict(state)
@@ -413,7 +394,6 @@ def test_documents_keep_their_sources_and_weights_on_other_ranks():
 
 FORMS = {
     "text": lambda: texts(),
-    "conversational_prompt": lambda: Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5),
     "packs": lambda: Dataset.from_dict({"input_ids": [[9, 8, 7, 6, 5], [4, 3]], "seq_lengths": [[2, 3], [2]]}),
 }
 
@@ -423,12 +403,12 @@ def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
     table = build_trainer(tmp_path, FORMS[form]())
     expected = all_documents(table)
     trainer = build_trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
-    got = []
+    documents = []
     for batch in trainer.get_train_dataloader():
-        got += documents_of(batch)
-        if len(got) >= len(expected):
+        documents += documents_of(batch)
+        if len(documents) >= len(expected):
             break
-    assert sorted(got) == expected
+    assert sorted(documents) == expected
     trainer.train()
     assert trainer.state.global_step == 2
     assert np.isfinite(trainer.state.log_history[-1]["train_loss"])
@@ -439,32 +419,30 @@ def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read
     rows = [rng.integers(4, 260, n) for n in rng.integers(2, 40, 300)]
     labels = [np.where(rng.random(len(row)) < 0.6, row, -100) for row in rows]
     stream = Dataset.from_dict({"input_ids": rows, "labels": labels}).to_iterable_dataset()
-    whole = build_trainer(tmp_path, stream, max_steps=5, save_strategy="steps", save_steps=2)
+    unbroken = build_trainer(tmp_path, stream, max_steps=5, save_steps=2)
     trained = []
 
-    def counted(batch, collate=whole.data_collator):
+    def counted(batch, collate=unbroken.data_collator):
         batch = collate(batch)
         trained.append(int((batch["labels"] != -100).sum()))
         return batch
 
-    whole.data_collator = counted
-    whole.train()
-    report = whole.packing_report
+    unbroken.data_collator = counted
+    unbroken.train()
+    report = unbroken.packing_report
     assert report.num_trained_tokens == sum(trained[2:7])  # behind two packs of the first step; the loader looks ahead
     assert 0 < report.num_trained_tokens < report.ledger.kept.trained_tokens / 4, "most of what was read waits"
     assert f"({report.num_trained_tokens:,} trained) in 5 packs" in dict(report.lines())["trained"]
     saved = torch.load(stream_file(tmp_path / "checkpoint-2", 0), weights_only=True)
     assert saved["counts"]["trained_tokens"] == sum(trained[2:4])
-    resumed = build_trainer(tmp_path / "resumed", stream, max_steps=5)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = run_training(tmp_path / "resumed", stream, max_steps=5, checkpoint=tmp_path / "checkpoint-2")
     assert resumed.packing_report.num_trained_tokens == report.num_trained_tokens
     assert resumed.packing_report.ledger == report.ledger
-    assert resumed.state.epoch == whole.state.epoch
+    assert resumed.state.epoch == unbroken.state.epoch
 
 
 def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
-    saved = build_trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1)
-    saved.train()
+    saved = run_training(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_steps=1)
     stream = make_stream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
     stream_file(tmp_path / "checkpoint-1", 0).unlink()
     with pytest.raises(ValueError, match=r"on 2 ranks and has no `packed_stream_0.pt`.* of rank 0\. .*Copy all of it"):
@@ -474,10 +452,15 @@ def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
 
 
 def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path):
-    common = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-    build_trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
-    trainer = build_trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    common = {"max_steps": 6, "save_steps": 2}
+    run_training(tmp_path, texts(60).to_iterable_dataset(), **common)
+    run_training(
+        tmp_path / "anew",
+        texts(60).to_iterable_dataset(),
+        ignore_data_skip=True,
+        **common,
+        checkpoint=tmp_path / "checkpoint-2",
+    )
     folders = tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4"
     before, after = (torch.load(stream_file(folder, 0), weights_only=True) for folder in folders)
     assert before["counts"] == after["counts"]
@@ -493,20 +476,16 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
             file = tmp_path / "packing_report.json"
             running.append(json.loads(file.read_text())["num_packs"])
 
-    settings = {"max_steps": 3, "packing_report": True, "save_strategy": "steps", "save_steps": 1}
-    trainer = build_trainer(tmp_path, long.to_iterable_dataset(), trainer_kwargs={"callbacks": [Running()]}, **settings)
-    trainer.train()
+    settings = {"max_steps": 3, "packing_report": True, "save_steps": 1}
+    run_training(tmp_path, long.to_iterable_dataset(), callbacks=[Running()], **settings)
     assert running == [0, 1, 2]
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
         assert "a stream of unknown length" in text
         assert "3 (max_steps)" in text
-        assert "passed: changing" in text
-        assert "uneven lengths in the first and last documents of each pass" in " ".join(text.split())
-    assert "  efficiency " not in before
-    assert "truncated" not in before
-    for text in (r"read +300 documents", r"trained .* in 3 packs", "efficiency", "trained tokens are lost: raise"):
-        assert re.search(text, after), text
+    for words in (r"read +300 documents", r"trained .* in 3 packs", "  efficiency ", "trained tokens are lost: raise"):
+        assert re.search(words, after), words
+        assert not re.search(words, before), words
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -514,27 +493,27 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
     data = texts(50, seed=1)
     model = build_tiny_model()
 
-    def evaluated(eval_dataset, **further):
-        kwargs = {"eval_dataset": eval_dataset, **further}
-        trainer = build_trainer(tmp_path, texts(), model=model, packing=packing, max_length=32, trainer_kwargs=kwargs)
-        return trainer, trainer.evaluate()
+    def make(eval_dataset, **settings):
+        settings |= {"packing": packing, "max_length": 32, "eval_dataset": eval_dataset}
+        return build_trainer(tmp_path, texts(), model, **settings)
 
     def metric(prediction):
         return {"rows": len(prediction.predictions)}
 
-    _, table = evaluated(data)
-    run, stream = evaluated(data.to_iterable_dataset(3))
+    table = make(data).evaluate()
+    trainer = make(data.to_iterable_dataset(3))
+    stream = trainer.evaluate()
     for name in ("loss", "entropy", "mean_token_accuracy"):
         assert stream[f"eval_{name}"] == pytest.approx(table[f"eval_{name}"], rel=1e-6)
-    assert run.evaluate()["eval_loss"] == stream["eval_loss"], "a stream can be evaluated again"
-    named = run.evaluate({"a": data.to_iterable_dataset()})
+    assert trainer.evaluate()["eval_loss"] == stream["eval_loss"], "a stream can be evaluated again"
+    named = trainer.evaluate({"a": data.to_iterable_dataset()})
     assert named["eval_a_loss"] == pytest.approx(table["eval_loss"], rel=1e-6)
-    assert evaluated(data.to_iterable_dataset(), compute_metrics=metric)[1]["eval_rows"] == 50
-    assert run.predict(run.eval_dataset).predictions.shape[0] == 50
+    assert make(data.to_iterable_dataset(), compute_metrics=metric).evaluate()["eval_rows"] == 50
+    assert trainer.predict(trainer.eval_dataset).predictions.shape[0] == 50
 
 
 def test_an_empty_evaluation_stream_is_refused(tmp_path):
-    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
+    trainer = build_trainer(tmp_path, texts(), eval_dataset=texts(4).to_iterable_dataset())
     empty = trainer.eval_dataset.filter(lambda row: False)
     with pytest.raises(ValueError, match=r"yielded 0 examples.*Check that"):
         trainer.get_eval_dataloader(empty)
