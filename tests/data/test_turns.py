@@ -1,7 +1,6 @@
 """One sample per assistant turn: what generation sees at each turn, the turn after it, and nothing twice."""
 
 import json
-import logging
 import re
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from support.chats import TEMPLATES, tokenizer_with, user
 from support.chats import answer as spoken
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import all_documents, build_trainer, config, documents_of
+from support.runs import all_documents, build_trainer, config, documents_of, samples_of
 
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
@@ -39,10 +38,10 @@ def answer(text, thinking=None):
 
 def chat(num_turns, name="", thinks=True):
     """Return thought k and answer k of each turn, as T1., A1., ... with the name of the conversation."""
-    found = []
+    messages = []
     for k in range(1, num_turns + 1):
-        found += [user(f"{name}Q{k}."), answer(f"{name}A{k}.", f"{name}T{k}." if thinks else None)]
-    return found
+        messages += [user(f"{name}Q{k}."), answer(f"{name}A{k}.", f"{name}T{k}." if thinks else None)]
+    return messages
 
 
 def chats(num=10, **kwargs):
@@ -64,10 +63,6 @@ def by_hand(row, k, tokenizer):
     assert tokens[: len(prompt)] == prompt
     assert len(tokens) > len(prompt)
     return tokens, [-100] * len(prompt) + tokens[len(prompt) :]
-
-
-def pairs(table):
-    return [(row["input_ids"], row["labels"]) for row in table]
 
 
 @st.composite
@@ -119,7 +114,7 @@ def rows_of_trl(tmp_path_factory):
     args = config(tmp_path_factory.mktemp("trl"), packing=False, max_length=None)
     row = {"prompt": [user("a")], "completion": [answer("b")]}
     stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=Dataset.from_list([row]), processing_class=CHATML)
-    return lambda rows, tokenizer: pairs(
+    return lambda rows, tokenizer: samples_of(
         stock._prepare_dataset(Dataset.from_list(rows), tokenizer, args, False, None, "train")
     )
 
@@ -203,27 +198,17 @@ def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_hist
         assert "<T8>" in texts[7]
 
 
-def test_forms_of_rows():
-    messages = chat(2)
-    plain = Conversation.from_row({"messages": messages})
-    turned = [{"from": message["role"], "value": message["content"]} for message in messages]
-    assert [m["content"] for m in Conversation.from_row({"conversations": turned}).messages] == [
-        m["content"] for m in messages
-    ]
-    split = Conversation.from_row({"prompt": messages[:3], "completion": messages[3:]})
-    assert plain.turns == [1, 3]
-    assert split.turns == [3]
-    assert split.messages == plain.messages
-    assert split.tokenize_turn(3, CHATML) == plain.tokenize_turn(3, CHATML)
+def test_a_greeting_is_a_turn_with_an_empty_prompt():
     greeting = Conversation.from_row({"messages": [answer("hello"), *chat(1)]})
-    said = CHATML.decode(greeting.tokenize_turn(0, CHATML)[0])
-    assert said == "<|im_start|>assistant\nhello<|im_end|>\n"
     assert greeting.turns == [0, 2]
-    row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+    tokens, _ = greeting.tokenize_turn(0, CHATML)
+    assert CHATML.decode(tokens) == "<|im_start|>assistant\nhello<|im_end|>\n"
+
+
+def test_a_turn_that_thinks_although_its_prompt_says_that_it_does_not_is_refused():
+    row = {"messages": chat(2), "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(ValueError, match=r"the prompt of `messages\[3\]` with .*continues with .*T2"):
-        Conversation.from_row(row).tokenize_turn(
-            3, TOKENIZERS["qwen3"]
-        )  # it thinks although its prompt says that it does not
+        Conversation.from_row(row).tokenize_turn(3, TOKENIZERS["qwen3"])
 
 
 def run_per_turn(folder, data, template="qwen3", **settings):
@@ -235,27 +220,21 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
     data = chats()
     expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(data)]
     assert len(expected) > len(data) + 5
-    silent = Dataset.from_list([{"messages": [user("only a question")], "id": 99}])
-    given = Dataset.from_list([*data.to_list(), *silent.to_list()])
+    silent = {"messages": [user("only a question")], "id": 99}
     sets = {"table": data, "stream": data.to_iterable_dataset()}
-    for packing in (True, False):
-        trainer = run_per_turn(tmp_path, given, packing=packing, trainer_kwargs={"eval_dataset": sets})
-        assert pairs(trainer.eval_dataset["table"]) == pairs(trainer.eval_dataset["stream"]) == expected
-        if packing:
-            assert all_documents(trainer) == sorted(expected)
-            report = trainer.packing_report
-            ledger = trainer.packing_report.ledger
-            assert ledger.given.documents == len(expected) + 1
-            assert ledger.kept.documents == len(expected)
-            assert ledger.dropped["untrained"].documents == 1
-            assert ledger.dropped["untrained"].tokens > 20
-            assert dict(report.lines())["conversations"] == (
-                f"11, one document for each of their {len(expected)} assistant turns; 1 without an assistant turn"
-            )
-            assert report.to_dict()["turns"]["samples"] == len(expected)
-        else:
-            assert pairs(trainer.train_dataset) == expected
-        assert trainer.train_dataset["id"][: len(expected)] == [row["id"] for row, _ in turns_of(data)]
+    trainer = run_per_turn(tmp_path, Dataset.from_list([*data.to_list(), silent]), eval_dataset=sets)
+    assert samples_of(trainer.eval_dataset["table"]) == samples_of(trainer.eval_dataset["stream"]) == expected
+    assert trainer.train_dataset["id"][: len(expected)] == [row["id"] for row, _ in turns_of(data)]
+    assert all_documents(trainer) == sorted(expected)
+    report = trainer.packing_report
+    assert report.ledger.given.documents == len(expected) + 1
+    assert report.ledger.kept.documents == len(expected)
+    assert report.ledger.dropped["untrained"].documents == 1
+    assert report.ledger.dropped["untrained"].tokens > 20
+    assert dict(report.lines())["conversations"] == (
+        f"11, one document for each of their {len(expected)} assistant turns; 1 without an assistant turn"
+    )
+    assert report.to_dict()["turns"]["samples"] == len(expected)
     assert trainer.evaluate(data, metric_key_prefix="new")["new_loss"] == trainer.evaluate(sets)["eval_table_loss"]
     with pytest.raises(ValueError, match=r"per_turn=True.*the eval dataset has the columns \['text'\]"):
         trainer.evaluate(Dataset.from_dict({"text": ["a"]}))
@@ -263,18 +242,17 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
 
 def test_without_stripping_it_trains_the_answers_of_assistant_only_loss_and_says_so(tmp_path, caplog):
     data = chats(6, thinks=False)
-    with caplog.at_level(logging.WARNING):
-        trainer = run_per_turn(tmp_path, data, template=None, packing=False)
-        assert "of the first 6 conversations of the train dataset" in caplog.text
-        caplog.clear()
-        whole = run_per_turn(tmp_path, data, template=None, packing=False, per_turn=False, assistant_only_loss=True)
-        run_per_turn(tmp_path, chats(6), packing=False)
-        assert "renders each turn as the beginning" not in caplog.text
-    found = [[token for token in labels if token != -100] for _, labels in pairs(trainer.train_dataset)]
+    trainer = run_per_turn(tmp_path, data, template=None, packing=False)
+    assert "of the first 6 conversations of the train dataset" in caplog.text
+    caplog.clear()
+    unsplit = run_per_turn(tmp_path, data, template=None, packing=False, per_turn=False, assistant_only_loss=True)
+    run_per_turn(tmp_path, chats(6), packing=False)
+    assert "renders each turn as the beginning" not in caplog.text
+    turns = [[token for token in labels if token != -100] for _, labels in samples_of(trainer.train_dataset)]
     newline = CHATML("\n")["input_ids"]  # the template has it behind the turn, outside its generation markers
-    assert all(each[-1:] == newline for each in found)
-    answers = [token for each in found for token in each[:-1]]
-    assert answers == [token for _, labels in pairs(whole.train_dataset) for token in labels if token != -100]
+    assert all(turn[-1:] == newline for turn in turns)
+    answers = [token for turn in turns for token in turn[:-1]]
+    assert answers == [token for _, labels in samples_of(unsplit.train_dataset) for token in labels if token != -100]
     assert len(answers) > 50
 
 
@@ -344,19 +322,14 @@ def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
         run_per_turn(tmp_path, data)
     good = data.select([0, 1, 3])
     with pytest.raises(ValueError, match=said.format("eval")):
-        run_per_turn(tmp_path, good, trainer_kwargs={"eval_dataset": data})
+        run_per_turn(tmp_path, good, eval_dataset=data)
     trainer = run_per_turn(tmp_path, data, bad_rows="drop")
     assert "2 turns in 2 of 8 conversations of the train dataset cannot be rendered and are dropped" in caplog.text
-    num = len(turns_of(data))
     trainer.get_train_dataloader()
-    ledger = trainer.packing_report.ledger
     report = trainer.packing_report
-    assert ledger.dropped["bad_row"].documents == 2
-    assert ledger.kept.documents == num - 2
+    assert report.ledger.dropped["bad_row"].documents == 2
+    assert report.ledger.kept.documents == len(turns_of(data)) - 2
     assert "2 turns cannot be rendered" in dict(report.lines())["conversations"]
-    with pytest.raises(ValueError, match=r"2 of 2 rows of the train dataset .*Row 0: `messages` is None"):
-        data = Dataset.from_list([{"messages": None}, {"messages": [user(None), answer("a")]}])
-        run_per_turn(tmp_path, data, template=None, bad_rows="drop")
 
 
 @pytest.mark.slow
@@ -380,67 +353,51 @@ MESSAGES = Dataset.from_list([{"messages": chat(1)}] * 2)
 TEXT = Dataset.from_dict({"text": ["a"]})
 PAIR = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
 FOREIGN = Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}])
-FUNCTION, EVALUATED = ({"trainer_kwargs": kwargs} for kwargs in ({"formatting_func": str}, {"eval_dataset": TEXT}))
-GIVEN = {
-    "assistant_only_loss": (MESSAGES, {"assistant_only_loss": True}, r"`assistant_only_loss=True`.*keeps earlier"),
-    "history": (MESSAGES, {"completion_only_loss": False}, r"`completion_only_loss=False`.*trained n times.*unset"),
-    "unprepared": (MESSAGES, {"dataset_kwargs": {"skip_prepare_dataset": True}}, r"would be ignored. Leave `skip_prep"),
+# Settings that go with no turns are in `training/test_combinations.py`
+WITHOUT_TURNS = {
     "text": (TEXT, {}, r"train dataset has the columns \['text'\].*no conversations.*Give"),
-    "text to evaluate": (MESSAGES, EVALUATED, r"the eval dataset has the columns \['text'\]"),
-    "prompts of text": (PAIR, {}, r"Its rows are no conversations"),
-    "a function": (MESSAGES, FUNCTION, r"It makes one text.*Leave `formatting_func`"),
-    "prompts alone": (Dataset.from_dict({"prompt": [chat(1)]}), {}, r"Its rows are no conversations"),
-    "tokens": (Dataset.from_dict({"input_ids": [[5, 6]]}), {}, r"it is tokenised.*Give the conversations.*--per-turn"),
-    "images": (
-        MESSAGES.add_column("image", [None] * 2),
-        {"packing": False},
-        r"one sample of each row.*Set `packing=True`",
-    ),
+    "text to evaluate": (MESSAGES, {"eval_dataset": TEXT}, r"the eval dataset has the columns \['text'\]"),
+    "prompts of text": (PAIR, {}, "Its rows are no conversations"),
+    "prompts alone": (Dataset.from_dict({"prompt": [chat(1)]}), {}, "Its rows are no conversations"),
+    "tokens": (Dataset.from_dict({"input_ids": [[5, 6]]}), {}, "it is tokenised.*Give the conversations.*--per-turn"),
     "roles": (
         FOREIGN,
         {},
-        r"none of the 1 .* role `assistant` to train \(roles of row 0: gpt, human\).*Rename the role",
+        r"none of the 1 .* role `assistant` to train \(roles of row 0: gpt, human\).*Rename",
     ),
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_what_has_no_turns_is_refused(name, tmp_path):
-    data, settings, said = GIVEN[name]
-    with pytest.raises(ValueError, match=f"(?s)`per_turn=True`.*{said}|{said.partition('.*')[0]}.*`per_turn=True`.*"):
+@pytest.mark.parametrize("data, settings, message", WITHOUT_TURNS.values(), ids=WITHOUT_TURNS)
+def test_what_has_no_turns_is_refused(data, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=f"(?s)`per_turn=True`.*{message}"):
         build_trainer(tmp_path, data, per_turn=True, **settings)
 
 
-def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):
+def test_prepare_counts_conversations_and_turns(tmp_path, capsys):
     tokenizer_with("qwen3").save_pretrained(tmp_path / "tokenizer")
     good = chats()
-    Dataset.from_list([*good.to_list(), {"messages": [user("only a question")], "id": 99}]).to_json(
-        tmp_path / "good.jsonl"
-    )
+    Dataset.from_list([*good, {"messages": [user("only a question")], "id": 99}]).to_json(tmp_path / "good.jsonl")
     Dataset.from_list(rows_with_bad()).to_json(tmp_path / "bad.jsonl")
-    num = len(turns_of(good))
-    bad = len(turns_of(rows_with_bad()))
+    expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(good)]
+    num_rows = len(expected) + len(turns_of(rows_with_bad())) - 2
     words = [str(tmp_path / "good.jsonl"), str(tmp_path / "bad.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
-    words += ["--per-turn", "--bad-rows", "drop"]
-    assert main(["prepare", *words, "--output", str(tmp_path / "table"), "--json"]) == 0
-    said = capsys.readouterr()
-    manifest = json.loads(said.out)
+    assert main(["prepare", *words, "--per-turn", "--bad-rows=drop", "--output", str(tmp_path / "table")]) == 0
+    printed = capsys.readouterr()
+    assert f"11, one document for each of their {len(expected)} assistant turns; 1 without an" in printed.err
+    assert f"19 conversations, one row for each of their {num_rows} assistant turns; 1 without" in printed.out
+    manifest = json.loads((tmp_path / "table" / "prepared.json").read_text())
     assert manifest["conversations"] == 19
-    assert manifest["rows"] == num + 1 + bad - 2
+    assert manifest["rows"] == num_rows + 1
     assert manifest["settings"]["per_turn"]
     assert manifest["documents_without_a_trained_token"] == 1
     assert manifest["bad_rows_dropped"] == 2
-    assert f"11, one document for each of their {num} assistant turns; 1 without an assistant turn" in said.err
     table = load_from_disk(tmp_path / "table")
     assert table.column_names == ["input_ids", "labels"]
-    assert pairs(table)[:num] == [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(good)]
-    assert main(["plan", *words, "--max-length", "512", "--json"]) == 0
-    ledger = json.loads(capsys.readouterr().out)["plans"][0]["ledger"]
-    assert ledger["given"]["documents"] == num + 1 + bad
-    assert [ledger["dropped"][reason]["documents"] for reason in ("untrained", "bad_row")] == [1, 2]
-    assert main(["prepare", *words, "--output", str(tmp_path / "text")]) == 0
-    turns = f"19 conversations, one row for each of their {num + bad - 2} assistant turns; 1 without"
-    assert turns in capsys.readouterr().out
+    assert samples_of(table)[: len(expected)] == expected
+
+
+def test_turns_of_a_file_of_lengths_are_not_known(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("5\n6\n")
     assert main(["plan", str(tmp_path / "lengths.txt"), "--per-turn"]) == 2
     assert "a file of 2 lengths. The turns of a conversation are not known" in capsys.readouterr().err
