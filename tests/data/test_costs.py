@@ -1,7 +1,5 @@
 """The cost model counts what a real forward pass does, for any config; published sizes and limits by hand."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -29,6 +27,9 @@ SIZE = {
     "experts_implementation": "eager",
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MODELS = {
     "llama": {},
     "llama, wide heads": {"head_dim": 32},
@@ -37,36 +38,31 @@ MODELS = {
     "starcoder2": {"sliding_window": None},  # its feed-forward layer is not gated
     "gpt_neox": {"num_key_value_heads": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen3_moe": {**MOE, "mlp_only_layers": [0]},
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 80},
+    "qwen3_moe": MOE | {"mlp_only_layers": [0]},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 80},
     "aria_text": {"moe_num_experts": 8, "moe_topk": 2, "intermediate_size": 48, "moe_num_shared_experts": 1},
-    "gemma4_text": {
-        **MOE,
-        **{"enable_moe_block": True, "num_experts_per_tok": None, "top_k_experts": 2, "sliding_window": 32},
-    },
+    "gemma4_text": MOE
+    | {"enable_moe_block": True, "num_experts_per_tok": None, "top_k_experts": 2, "sliding_window": 32},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32},
-    "deepseek_v3": {
-        **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16},
-        **{"qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2},
-        **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1},
-    },
+    "deepseek_v3": LATENT | {"head_dim": 8, "first_k_dense_replace": 1},
     # layers with other numbers of heads, without an indexer of their own, and with one that selects blocks
-    "laguna": {
-        **MOE,
-        **{"shared_expert_intermediate_size": 48, "num_attention_heads_per_layer": [4, 8, 8], "sliding_window": 32},
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-    },
-    "glm_moe_dsa": {
-        **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16},
-        **{"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2},
-        **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "mlp_layer_types": ["dense"] * 3},
-        **{"index_n_heads": 4, "index_head_dim": 16, "indexer_types": ["full", "shared", "full"]},
-    },
+    "laguna": MOE
+    | {"shared_expert_intermediate_size": 48, "num_attention_heads_per_layer": [4, 8, 8], "sliding_window": 32}
+    | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "glm_moe_dsa": LATENT
+    | {"mlp_layer_types": ["dense"] * 3, "index_n_heads": 4, "index_head_dim": 16}
+    | {"indexer_types": ["full", "shared", "full"]},
     "minimax_m3_vl_text": {
-        **{"num_local_experts": 8, "num_experts_per_tok": 2, "dense_intermediate_size": 80},
-        **{"shared_intermediate_size": 48, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8},
-        **{"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_topk_blocks": 2},
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "dense_intermediate_size": 80,
+        "shared_intermediate_size": 48,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 8,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_topk_blocks": 2,
     },
 }
 
@@ -86,14 +82,11 @@ NEW_TYPES = ("laguna", "glm_moe_dsa", "minimax_m3_vl_text", "gemma4_text")
     "name", [pytest.param(name, marks=current_models) if name in NEW_TYPES else name for name in MODELS]
 )
 def test_tokens_and_pairs_cost_what_torch_counts(name):
-    config = AutoConfig.for_model(name.split(",")[0], **{**SIZE, **MODELS[name]})
-    short = 32
-    long = 64
-    one = counted(config, short)
-    two = counted(config, long)
+    config = AutoConfig.for_model(name.split(",")[0], **SIZE | MODELS[name])
+    short, long = counted(config, 32), counted(config, 64)
     # eager attention computes all n * n pairs of every layer, those that a mask hides too
-    per_pair = (two - 2 * one) / (long**2 - 2 * short**2)
-    per_token = (one - per_pair * short**2) / short
+    per_pair = (long - 2 * short) / (64**2 - 2 * 32**2)
+    per_token = (short - per_pair * 32**2) / 32
     model = make_cost_model(config)
     assert per_pair == all_pairs(model)
     assert per_token <= model.per_token <= 1.03 * per_token  # norms and biases are parameters, and no products
@@ -129,19 +122,23 @@ def test_tokens_cost_two_operations_per_published_parameter(name):
 
 
 SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-HYBRID = {**SIZE, **SPECIAL, "hidden_size": 128, "num_hidden_layers": 4}
+HYBRID = SIZE | SPECIAL | {"hidden_size": 128, "num_hidden_layers": 4}
 MIXED = ["linear_attention"] * 3 + ["full_attention"]
+DELTA = {"layer_types": MIXED, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
 GROUPS = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_chunk_size": 64}
 HYBRIDS = {
-    "qwen3_5_text": {"layer_types": MIXED, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
-    "olmo_hybrid": {"layer_types": MIXED, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
-    "bamba": {**GROUPS, "attn_layer_indices": [3]},
-    "granitemoehybrid": {**GROUPS, "layer_types": MIXED, "num_local_experts": 0, "shared_intermediate_size": 160},
-    "falcon_h1": {**GROUPS, "mamba_d_ssm": 256},
+    "qwen3_5_text": DELTA,
+    "olmo_hybrid": DELTA,
+    "bamba": GROUPS | {"attn_layer_indices": [3]},
+    "granitemoehybrid": GROUPS | {"layer_types": MIXED, "num_local_experts": 0, "shared_intermediate_size": 160},
+    "falcon_h1": GROUPS | {"mamba_d_ssm": 256},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 64, "n_groups": 2, "chunk_size": 64, "expand": 2},
     "kimi_linear": {
-        **{"layer_types": MIXED, "mlp_layer_types": ["dense"] * 4, "num_key_value_heads": 4},
-        **{"linear_num_heads": 4, "linear_head_dim": 32},
+        "layer_types": MIXED,
+        "mlp_layer_types": ["dense"] * 4,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
     },
     "mamba": {"state_size": 16},
 }
@@ -168,16 +165,16 @@ def as_torch_counts(scan: ScanCosts) -> ScanCosts:
 def test_scans_cost_what_torch_counts(name):
     """Within 1 % of a forward at whole chunks; without scans it would be 6 to 44 % less, and little less in Mamba."""
     num_tokens = 8 if name == "mamba" else 128  # its scan runs token by token
-    config = AutoConfig.for_model(name, **{**HYBRID, **HYBRIDS[name]})
+    config = AutoConfig.for_model(name, **HYBRID | HYBRIDS[name])
     total = counted(config, num_tokens)
     costs = make_cost_model(config)
     scans = sum(
-        each.layers * num_tokens * (each.per_token + each.per_pair * (each.chunk if each.chunk > 1 else 0))
-        for each in map(as_torch_counts, costs.mixers)
+        scan.layers * num_tokens * (scan.per_token + scan.per_pair * (scan.chunk if scan.chunk > 1 else 0))
+        for scan in map(as_torch_counts, costs.mixers)
     )
-    others = costs.per_token * num_tokens + costs.per_pair * num_tokens**2
-    assert (scans + others) / total == pytest.approx(1, abs=0.01)
-    assert scans / others > 0.05 or name == "mamba"
+    rest_of_model = costs.per_token * num_tokens + costs.per_pair * num_tokens**2
+    assert (scans + rest_of_model) / total == pytest.approx(1, abs=0.01)
+    assert scans / rest_of_model > 0.05 or name == "mamba"
     # a document in one chunk: states, and pairs of its tokens
     n = min(8, costs.mixers[0].chunk)
     in_one_chunk = sum(
@@ -284,7 +281,6 @@ def test_a_config_that_no_model_can_be_built_from_stops_nothing(caplog):
     class BrokenConfig(LlamaConfig):
         model_type = "broken"
 
-    with caplog.at_level(logging.WARNING, "trl_packfix"):
-        assert make_cost_model(BrokenConfig(), BrokenModel) == LLAMA_7B
+    assert make_cost_model(BrokenConfig(), BrokenModel) == LLAMA_7B
     assert "needs a kernel that is not installed" in caplog.text
     assert "Llama with 7B parameters" in caplog.text

@@ -34,7 +34,7 @@ def rows(batch):
 
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_all_ranks_together_hold_every_document_once(strategy):
-    seen = []
+    rows_seen = []
     for rank in range(3):
         loader = packed_dataloader(
             dataset(), 32, 2, strategy=strategy, gradient_accumulation_steps=2, rank=rank, world_size=3
@@ -44,10 +44,10 @@ def test_all_ranks_together_hold_every_document_once(strategy):
         assert len(loader) % 2 == 0
         assert all(batch["input_ids"].shape[1] <= 64 for batch in batches)
         # a rank without documents trains two tokens, none of them a target
-        seen += [row for batch in batches if (batch["labels"] != -100).any() for row in rows(batch)]
+        rows_seen += [row for batch in batches if (batch["labels"] != -100).any() for row in rows(batch)]
     if strategy == "wrapped":
-        seen = sorted(set(seen))  # a cut document comes in fragments
-    assert sorted(seen) == list(range(97))
+        rows_seen = sorted(set(rows_seen))  # a cut document comes in fragments
+    assert sorted(rows_seen) == list(range(97))
 
 
 @pytest.mark.parametrize("num_documents", [1, 12, 17])
@@ -128,10 +128,10 @@ def test_prepare_for_packing_refuses_or_says_what_it_repaired():
 
 def test_prepare_for_packing_tests_the_dtype_of_autocast():
     model = build_tiny_model()
-    seen = set()
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    dtypes = set()
+    model.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     prepare_for_packing(model, dtype=torch.bfloat16)
-    assert seen == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16}
     assert not torch.is_autocast_enabled("cpu")
 
 

@@ -30,16 +30,16 @@ def documents(lengths, prompt):
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.sampled_from([2, 4, 8]), st.integers(0, 3))
 def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders(lengths, degree, prompt):
-    whole = PackedDataCollator(pad_to_multiple_of=degree)(list(documents(lengths, prompt)))
-    parts = [cut_part(whole, Group(degree, index)) for index in range(degree)]
-    num_tokens = whole["input_ids"].shape[1]
+    pack = PackedDataCollator(pad_to_multiple_of=degree)(list(documents(lengths, prompt)))
+    parts = [cut_part(pack, Group(degree, index)) for index in range(degree)]
+    num_tokens = pack["input_ids"].shape[1]
     for name in PER_TOKEN:
         assert all(part[name].shape == (1, num_tokens // degree) for part in parts)
-        assert torch.equal(torch.cat([part[name] for part in parts], 1), whole[name])
+        assert torch.equal(torch.cat([part[name] for part in parts], 1), pack[name])
     following = torch.cat([part["shift_labels"] for part in parts], 1)
-    assert torch.equal(following[:, :-1], whole["labels"][:, 1:])
+    assert torch.equal(following[:, :-1], pack["labels"][:, 1:])
     assert following[0, -1] == IGNORE_INDEX
-    assert all(part["cu_seq_lens_q"] is whole["cu_seq_lens_q"] for part in parts)
+    assert all(part["cu_seq_lens_q"] is pack["cu_seq_lens_q"] for part in parts)
 
     assert all(part[LAYOUT_KEY].num_tokens == num_tokens for part in parts)
 
@@ -52,8 +52,8 @@ def test_the_checksum_is_that_of_the_whole_pack():
         return cut_part(batch, Group(2, index))[LAYOUT_KEY].checksum
 
     assert checksum([4, 4]) == checksum([4, 4], index=1)
-    others = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
-    assert len(others | {checksum([4, 4], change="labels")}) == 4
+    checksums = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
+    assert len(checksums | {checksum([4, 4], change="labels")}) == 4
 
 
 def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
@@ -61,29 +61,29 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(list(documents([3, 2], 0))), Group(2))
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
-    found = pin_memory(part)[LAYOUT_KEY]
-    own = part[LAYOUT_KEY]
-    assert {id(own.next_documents), id(own.trained)} <= {id(tensor) for tensor in pinned}
-    assert torch.equal(found.trained, own.trained)
-    assert found.trained is not own.trained
-    assert (found.group, found.checksum) == (own.group, own.checksum)
+    pinned_layout = pin_memory(part)[LAYOUT_KEY]
+    layout = part[LAYOUT_KEY]
+    assert {id(layout.next_documents), id(layout.trained)} <= {id(tensor) for tensor in pinned}
+    assert torch.equal(pinned_layout.trained, layout.trained)
+    assert pinned_layout.trained is not layout.trained
+    assert (pinned_layout.group, pinned_layout.checksum) == (layout.group, layout.checksum)
 
 
 @pytest.mark.parametrize("setting", ["off", pytest.param("pack", marks=needs("prefixes"))])
 @pytest.mark.parametrize("multiple, degree", [(None, 4), (5, 4)])
 def test_rows_are_padded_for_the_ranks_that_share_them(setting, multiple, degree):
     """In one place, whatever makes the rows: padded again behind it, runs and images would lie in other rows."""
-    found = [{"input_ids": [*range(5, 26), last, last + 1]} for last in (30, 40, 50)]
+    documents_of_pack = [{"input_ids": [*range(5, 26), last, last + 1]} for last in (30, 40, 50)]
     make_collator = sharing(setting).make_collator
     collate = PackCollator(make_collator(PackedDataCollator(multiple)))
-    whole = make_collator(PackedDataCollator(math.lcm(multiple or 1, degree)))(found)
-    num_rows = whole["input_ids"].shape[1]
+    pack = make_collator(PackedDataCollator(math.lcm(multiple or 1, degree)))(documents_of_pack)
+    num_rows = pack["input_ids"].shape[1]
     assert num_rows % degree == 0
     assert num_rows % (multiple or 1) == 0
-    assert collate(found)["input_ids"].shape[1] < num_rows
-    parts = [collate(RankShare(found, Group(degree, index))) for index in range(degree)]
+    assert collate(documents_of_pack)["input_ids"].shape[1] < num_rows
+    parts = [collate(RankShare(documents_of_pack, Group(degree, index))) for index in range(degree)]
     for name in ("input_ids", "position_ids", "seq_idx"):
-        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
+        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), pack[name])
     for part in parts:
-        assert torch.equal(part["cu_seq_lens_k"], whole["cu_seq_lens_k"])
+        assert torch.equal(part["cu_seq_lens_k"], pack["cu_seq_lens_k"])
         assert part["layout"].shares_rows is (setting == "pack")
