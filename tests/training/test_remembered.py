@@ -16,10 +16,11 @@ from ranks import faults
 from support.examples import leaking_example
 from support.features import PRESENT
 from support.launch import fork_ranks
-from support.models import build_tiny_model, build_tokenizer
+from support.models import build_tiny_model
+from support.runs import run_training, weights
 from training.test_first_step import rows
 
-from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer, check_isolation
+from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.isolation.check_isolation import ProbeMeasurement
 from trl_packfix.training import remembered
 
@@ -30,24 +31,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start_training(folder, model="llama", peft_config=None, **settings):
+def start_training(folder, model_type="llama", peft_config=None, **settings):
     """Start on the same table, and return the trainer and how many models it has proved."""
-    options = {"max_length": 256, "max_steps": 1, "bf16": False, "seed": 3} | settings
-    args = SFTConfig(
-        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **options
-    )
-    model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
-    own_options = {"processing_class": build_tokenizer(), "peft_config": peft_config}
+    model = build_tiny_model(model_type, vocab_size=64)
+    settings = {"max_length": 256, "max_steps": 1, "gradient_checkpointing": True} | settings
     with mock.patch.object(
         ProbeMeasurement, "__init__", autospec=True, side_effect=ProbeMeasurement.__init__
     ) as proves:
-        trainer = SFTTrainer(model, args, train_dataset=load_from_disk(folder / "data"), **own_options)
-        trainer.train()
+        data = load_from_disk(folder / "data")
+        trainer = run_training(folder, data, model, peft_config=peft_config, **settings)
     return trainer, proves.call_count
-
-
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 @pytest.fixture
@@ -70,124 +63,23 @@ def test_the_second_start_proves_nothing_and_trains_the_same(folder, tf32):
     assert torch.equal(weights(first), weights(second))
 
 
-class Other(transformers.LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-def of_class(kind):
-    model = build_tiny_model("llama", vocab_size=64)
-    model.__class__ = kind
-    return model
-
-
-def with_other_forward():
-    model = build_tiny_model("llama", vocab_size=64)
-    norm = model.model.norm
-    norm.forward = lambda states: type(norm).forward(norm, states)
-    return model
-
-
-OTHERS = {
+SETTINGS = {
     "adapters": {"peft_config": LoraConfig(target_modules="all-linear", r=2)},
     "dtype": {"bf16": True},
     "length": {"max_length": 128},
     "attention": {"enforce_flash_attention": False},
-    "checkpointing": {"gradient_checkpointing": False},
     "noise": {"neftune_noise_alpha": 5.0},
-    "another type": {"model": "mistral"},
-    "another class": {"model": lambda: of_class(Other)},
-    "another forward of a module": {"model": with_other_forward},
 }
 
 
-@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
-def test_what_differs_is_proved(folder, settings):
+@pytest.mark.parametrize("changed", SETTINGS.values(), ids=SETTINGS)
+def test_a_run_with_other_settings_proves_again(folder, changed):
     start_training(folder)
-    settings_made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
-    assert start_training(folder, **settings_made)[1] == 1
-    settings_made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
-    assert start_training(folder, **settings_made)[1] == 0  # and is remembered, too
-
-
-def test_other_code_of_this_package_proves_again(folder, monkeypatch):
-    """`PREPARATION_SOURCE_HASH` is a hash of every file of the package (tests/planning/test_epochs.py)."""
-    start_training(folder)
-    monkeypatch.setattr(remembered, "PREPARATION_SOURCE_HASH", "of another version")
-    assert start_training(folder)[1] == 1
-    assert start_training(folder)[1] == 0
-
-
-def test_code_beside_that_of_a_module_proves_again(folder, tmp_path, monkeypatch):
-    """Code that is edited in place keeps its version."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "edited_ops.py").write_text("SCALE = 1.0\n")
-    (tmp_path / "edited_model.py").write_text(EDITED)
-    kind = import_module("edited_model").Edited
-    assert [start_training(folder, of_class(kind))[1] for _ in range(2)] == [1, 0]
-    (tmp_path / "edited_ops.py").write_text("SCALE = 1.5\n")
-    assert start_training(folder, of_class(kind))[1] == 1
-
-
-EDITED = """
-import transformers
-from edited_ops import SCALE
-__version__ = "1.0"
-class Edited(transformers.LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-"""
-
-
-def test_another_hook_proves_again(folder):
-    def with_hook(scale):
-        model = build_tiny_model("llama", vocab_size=64)
-        code = f"lambda module, args, output: output * {scale}"
-        model.model.norm.register_forward_hook(eval(code))
-        return model
-
-    assert [start_training(folder, with_hook(scale))[1] for scale in (1.0, 1.0, 2.0)] == [1, 0, 1]
-
-
-def test_a_kernel_that_is_installed_proves_again(folder, tmp_path, monkeypatch):
-    """It is not loaded before it runs, so no module has its version."""
-    monkeypatch.syspath_prepend(tmp_path)
-    installed = tmp_path / "causal_conv1d-1.6.0.dist-info"
-    installed.mkdir()
-    assert [start_training(folder)[1] for _ in range(2)] == [1, 0]
-    installed.rename(tmp_path / "causal_conv1d-1.6.1.dist-info")
-    assert start_training(folder)[1] == 1
-
-
-@pytest.mark.parametrize("package", ["transformers", "torch", "peft"])
-def test_another_version_proves_again(folder, package):
-    start_training(folder)
-    with mock.patch.object(sys.modules[package], "__version__", "9.9.9"):
-        assert start_training(folder)[1] == 1
-
-
-def notebook_class(scale):
-    """Return a class without a file, as typed in a notebook, which calls a method of its own."""
-    code = f"""
-class Typed(Base):
-    def forward(self, *args, **kwargs):
-        return self.scaled(super().forward(*args, **kwargs))
-    def scaled(self, output):
-        output.logits = output.logits * {scale}
-        return output
-"""
-    module = sys.modules["typed"] = ModuleType("typed")
-    module.Base = transformers.LlamaForCausalLM
-    exec(code, vars(module))
-    return module.Typed
-
-
-def test_a_class_without_a_file_is_known_by_all_its_methods(folder):
-    assert [start_training(folder, of_class(notebook_class(scale)))[1] for scale in (1.0, 1.0, -1.0)] == [1, 0, 1]
+    assert start_training(folder, **changed)[1] == 1
 
 
 def test_what_is_repaired_or_damaged_is_proved_again(folder):
-    repaired, _ = start_training(folder, build_tiny_model(leaking_example().model_type, vocab_size=64))
+    repaired, _ = start_training(folder, leaking_example().model_type)
     assert repaired.packing_report.isolation.repaired
     assert not [*(folder / "data").glob("*proof*")]
     start_training(folder)
@@ -224,6 +116,11 @@ class OtherWrapper(Wrapper):
     """Have the code of `Wrapper` under another name."""
 
 
+@cache
+def check_isolation_once():
+    return check_isolation(build_tiny_model("llama", vocab_size=64))
+
+
 def recalls(folder, change=None, *, settings="settings", case="case", wrapper=Wrapper):
     """Return whether a proof is remembered of a tiny model after a change."""
     model = build_tiny_model("llama", vocab_size=64)
@@ -234,9 +131,13 @@ def recalls(folder, change=None, *, settings="settings", case="case", wrapper=Wr
     return not report.called
 
 
-@cache
-def check_isolation_once():
-    return check_isolation(build_tiny_model("llama", vocab_size=64))
+class OtherLlama(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def set_class(kind):
+    return lambda model: setattr(model, "__class__", kind)
 
 
 def set_in_module(name, value):
@@ -253,6 +154,9 @@ CHANGES = {
     "a float": [set_in_module("epsilon", epsilon) for epsilon in (0.5, 0.25)],
     "a text": [set_in_module("mode", mode) for mode in ("left", "right")],
     "a value that is set": [set_in_module("window", window) for window in (None, (4, 4))],
+    "the forward of a module": [None, set_in_module("forward", lambda states: states)],
+    "the class of the model": [None, set_class(OtherLlama)],
+    "the config of the model": [None, lambda model: setattr(model.config, "sliding_window", 7)],
     "a hook before a forward": [
         lambda model: model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,)),
         lambda model: model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2.0,)),
@@ -276,12 +180,76 @@ def test_what_decides_a_proof_is_in_its_key(tmp_path, before, after):
     assert not recalls(tmp_path, after)
 
 
+EDITED = """
+import transformers
+from edited_ops import SCALE
+__version__ = "1.0"
+class Edited(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+"""
+
+
+def test_code_beside_that_of_a_module_is_in_the_key_of_a_proof(tmp_path, monkeypatch):
+    """Code that is edited in place keeps its version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited_ops.py").write_text("SCALE = 1.0\n")
+    (tmp_path / "edited_model.py").write_text(EDITED)
+    change = set_class(import_module("edited_model").Edited)
+    assert [recalls(tmp_path, change) for _ in range(2)] == [False, True]
+    (tmp_path / "edited_ops.py").write_text("SCALE = 1.5\n")
+    assert not recalls(tmp_path, change)
+
+
+def notebook_class(scale):
+    """Return a class without a file, as typed in a notebook, which calls a method of its own."""
+    code = f"""
+class Typed(Base):
+    def forward(self, *args, **kwargs):
+        return self.scaled(super().forward(*args, **kwargs))
+    def scaled(self, output):
+        output.logits = output.logits * {scale}
+        return output
+"""
+    module = sys.modules["typed"] = ModuleType("typed")
+    module.Base = transformers.LlamaForCausalLM
+    exec(code, vars(module))
+    return module.Typed
+
+
+def test_a_class_without_a_file_is_known_by_all_its_methods(tmp_path):
+    assert [recalls(tmp_path, set_class(notebook_class(scale))) for scale in (1.0, 1.0, -1.0)] == [False, True, False]
+
+
+def test_other_code_of_this_package_proves_again(tmp_path, monkeypatch):
+    """`PREPARATION_SOURCE_HASH` is a hash of every file of the package (tests/planning/test_epochs.py)."""
+    assert not recalls(tmp_path)
+    monkeypatch.setattr(remembered, "PREPARATION_SOURCE_HASH", "of another version")
+    assert not recalls(tmp_path)
+
+
+def test_a_kernel_that_is_installed_proves_again(tmp_path, monkeypatch):
+    """It is not loaded before it runs, so no module has its version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    installed = tmp_path / "causal_conv1d-1.6.0.dist-info"
+    installed.mkdir()
+    assert [recalls(tmp_path) for _ in range(2)] == [False, True]
+    installed.rename(tmp_path / "causal_conv1d-1.6.1.dist-info")
+    assert not recalls(tmp_path)
+
+
 def test_the_run_is_in_the_key_of_a_proof(tmp_path):
     assert not recalls(tmp_path)
     assert recalls(tmp_path)
     assert not recalls(tmp_path, case="a degree of 2")
     assert not recalls(tmp_path, settings="other settings")
     assert not recalls(tmp_path, wrapper=OtherWrapper), "the wrapper is not in the key"
+
+
+def test_a_forward_that_is_replaced_in_a_class_is_in_the_key_of_a_proof(tmp_path, monkeypatch):
+    assert not recalls(tmp_path)
+    monkeypatch.setattr(Wrapper, "forward", lambda self, *args, **kwargs: None)
+    assert not recalls(tmp_path)
 
 
 def test_the_dtype_of_autocast_is_in_the_key_of_a_proof(tmp_path):
@@ -303,12 +271,6 @@ def test_which_package_has_a_version_is_in_the_key_of_a_proof(tmp_path, monkeypa
     assert not recalls(tmp_path)
     assert recalls(tmp_path)
     install(first_kernel="2.0", second_kernel="1.0")
-    assert not recalls(tmp_path)
-
-
-def test_a_forward_that_is_replaced_in_a_class_is_in_the_key_of_a_proof(tmp_path, monkeypatch):
-    assert not recalls(tmp_path)
-    monkeypatch.setattr(Wrapper, "forward", lambda self, *args, **kwargs: None)
     assert not recalls(tmp_path)
 
 
