@@ -2,12 +2,14 @@
 
 from contextlib import contextmanager, nullcontext
 from math import inf, nan
+from operator import attrgetter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from support.by_hand import token_scores
 from support.scripted import ScriptedProbe
 from torch.nn import functional
 
@@ -24,12 +26,12 @@ from trl_packfix.training.first_step import FirstStep, _StepGradients
 HALF = 2.0**-6  # rounding as large as in half precision
 
 
-def document_of(length, num_trained=None, **values):
+def document_of(length, num_trained=None):
     """Return a document of so many tokens, of which the last ones are trained: all but the first, if not given."""
     tokens = np.arange(1, 1 + length)
     labels = tokens.copy()
     labels[: length - (length - 1 if num_trained is None else num_trained)] = -100
-    return {"input_ids": tokens, "labels": labels} | values
+    return {"input_ids": tokens, "labels": labels}
 
 
 def gradients_of(loss=1.0, first=1.0, second=1.0):
@@ -249,18 +251,13 @@ def test_a_router_loss_with_images_is_not_compared(router, images):
 
 def test_gaps_by_hand():
     step = ScriptedFirstStep()
-    assert step._measure_gaps(gradients_of(2.0, first=3.0), gradients_of(1.6, first=4.0)) == (
-        pytest.approx(0.25),
-        pytest.approx(0.25),
-    )
+    gaps = step._measure_gaps(gradients_of(2.0, first=3.0), gradients_of(1.6, first=4.0))
+    assert gaps == pytest.approx((0.25, 0.25))
     assert step._measure_gaps(gradients_of(-2.0), gradients_of(-1.0)) == (1, 0)
     assert step._measure_gaps(gradients_of(1e-9), gradients_of(0.0))[0] > 1e100
     assert step._measure_gaps(gradients_of(0.0), gradients_of(0.0))[0] == 0
-    for packed, unpacked in (
-        (gradients_of(), _StepGradients(2.0, None)),
-        (_StepGradients(1.0, None), gradients_of(2.0)),
-    ):
-        assert step._measure_gaps(packed, unpacked) == (0.5, 0.0)
+    assert step._measure_gaps(gradients_of(), _StepGradients(2.0, None)) == (0.5, 0.0)
+    assert step._measure_gaps(_StepGradients(1.0, None), gradients_of(2.0)) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -276,50 +273,53 @@ def test_a_small_gradient_is_compared_with_a_share_of_the_whole(dtype, share):
 # What is not compared
 
 
+def step_with(path, value):
+    """Return a step in which one attribute, given by its path, has another value."""
+    step = ScriptedFirstStep()
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(step), name, value)
+    return step
+
+
 @pytest.mark.parametrize(
-    "change, reason",
+    "path, value, reason",
     [
-        (lambda trainer, objective: None, None),
-        (lambda trainer, objective: setattr(trainer, "compute_loss_func", len), "`compute_loss_func` gets"),
-        (lambda trainer, objective: setattr(objective, "replaces_trl_loss", False), "the loss is TRL's"),
+        ("_trainer.compute_loss_func", len, "`compute_loss_func` gets"),
+        ("_objective.replaces_trl_loss", False, "the loss is TRL's"),
         (
-            lambda trainer, objective: setattr(trainer.user_code, "methods", ("SimpleNamespace.compute_loss",)),
+            "_trainer.user_code.methods",
+            ("SimpleNamespace.compute_loss",),
             "the loss is that of SimpleNamespace.compute_loss",
         ),
     ],
 )
-def test_why_a_loss_is_not_compared(change, reason):
-    step = ScriptedFirstStep()
-    change(step._trainer, step._objective)
-    reason_found = step._reason_not_to_compare()
-    assert reason_found is None if reason is None else reason_found.startswith(reason)
+def test_why_a_loss_is_not_compared(path, value, reason):
+    assert step_with(path, value)._reason_not_to_compare().startswith(reason)
 
 
 @pytest.mark.parametrize(
-    "change, compares",
+    "path, value, compares",
     [
-        (lambda trainer, objective: None, True),
-        (lambda trainer, objective: setattr(trainer.accelerator, "distributed_type", DistributedType.DEEPSPEED), False),
-        (lambda trainer, objective: setattr(trainer.accelerator, "distributed_type", DistributedType.MULTI_GPU), True),
-        (lambda trainer, objective: setattr(objective, "summed_by_ranks", True), False),
-        (lambda trainer, objective: setattr(trainer.args, "optim", "lomo"), False),
-        (lambda trainer, objective: setattr(trainer.args, "optim", "adalomo"), False),
-        (lambda trainer, objective: setattr(trainer, "get_tp_size", lambda: 2), False),
-        (lambda trainer, objective: setattr(trainer, "is_fsdp_enabled", True), False),
+        ("_trainer.accelerator.distributed_type", DistributedType.NO, True),
+        ("_trainer.accelerator.distributed_type", DistributedType.DEEPSPEED, False),
+        ("_trainer.accelerator.distributed_type", DistributedType.MULTI_GPU, True),
+        ("_objective.summed_by_ranks", True, False),
+        ("_trainer.args.optim", "lomo", False),
+        ("_trainer.args.optim", "adalomo", False),
+        ("_trainer.get_tp_size", lambda: 2, False),
+        ("_trainer.is_fsdp_enabled", True, False),
     ],
 )
-def test_where_gradients_are_compared(change, compares):
-    step = ScriptedFirstStep()
+def test_where_gradients_are_compared(path, value, compares):
+    step = step_with(path, value)
     step._unwrapped_model = step._trainer.model
-    change(step._trainer, step._objective)
     assert FirstStep._compares_gradients.func(step) is compares
 
 
 def test_gradients_of_models_that_are_sharded_in_place_are_compared(monkeypatch):
     monkeypatch.setattr(module, "FSDPModule", torch.nn.Linear)
-    step = ScriptedFirstStep()
+    step = step_with("_trainer.is_fsdp_enabled", True)
     step._unwrapped_model = step._trainer.model
-    step._trainer.is_fsdp_enabled = True
     assert FirstStep._compares_gradients.func(step)
 
 
@@ -434,8 +434,11 @@ def test_unpacked_documents_count_by_their_trained_tokens():
 
 
 def test_unpacked_documents_count_by_their_weights():
-    documents = [document_of(9, 2, packfix_weights=0.5), document_of(8, 3, packfix_weights=2.0), document_of(5, 1)]
-    documents = [{module.WEIGHTS if name == "packfix_weights" else name: v for name, v in d.items()} for d in documents]
+    documents = [
+        document_of(9, 2) | {module.WEIGHTS: 0.5},
+        document_of(8, 3) | {module.WEIGHTS: 2.0},
+        document_of(5, 1),
+    ]
     factors, _, _ = train_unpacked([documents, documents[:1]])
     assert factors == pytest.approx([1 / 9, 2 / 9, 1 / 9])  # 0.5 * 2 * 2 + 2 * 3 + 1 = 9
 
@@ -446,48 +449,39 @@ def test_unpacked_documents_count_once_each_with_document_weighting(num_trained,
     second = document_of(8, 4)
     step = ScriptedFirstStep()
     step._trainer.args.document_weighting = "document"
-    factors, _, _ = train_unpacked([[first, second], [first, second]][:2], _trainer=step._trainer)
+    factors, _, _ = train_unpacked([[first, second], [first, second]], _trainer=step._trainer)
     assert factors == pytest.approx([2 / max(num_trained, 1) / divisor, 2 / 4 / divisor])
 
 
 def test_only_one_of_the_ranks_that_share_a_pack_counts_its_documents():
     documents = [document_of(9, 2), document_of(8, 4)]
-    step = ScriptedFirstStep(num_ranks=2)
-    sums = iter([6.0, 3.0])
-    step._sum_over_ranks = lambda value: next(sums)
     factors, loss, _ = train_unpacked([documents], member=1, _sum_over_ranks=lambda value: 6.0 if value == 0 else -1.0)
     assert factors == [0, 0]
     assert loss == 6.0, "the sum over ranks"
-    factors, loss, _ = train_unpacked([documents], _data=step._data, _sum_over_ranks=lambda value: 2 * value)
-    assert factors == pytest.approx([1 / 12] * 2)
-    assert loss == pytest.approx(2 / 6)
-    step._data.ranks.copies = 2  # two ranks count the same documents
-    factors, loss, _ = train_unpacked([documents], _data=step._data, _sum_over_ranks=lambda value: 2 * value)
-    assert factors == pytest.approx([1 / 6] * 2)
-    assert loss == pytest.approx(2 / 6)
+    for copies, factor in ((1, 1 / 12), (2, 1 / 6)):  # two copies count the same documents
+        data = step_with("_data.ranks.copies", copies)._data
+        factors, loss, _ = train_unpacked([documents], _data=data, _sum_over_ranks=lambda value: 2 * value)
+        assert factors == pytest.approx([factor] * 2)
+        assert loss == pytest.approx(2 / 6)
 
 
 @pytest.mark.parametrize("has_collectives, packs_images", [(True, False), (False, True)])
 def test_documents_run_one_by_one_where_ranks_wait_or_images_may_be(has_collectives, packs_images):
-    step = ScriptedFirstStep()
-    step._data.reading.is_text_only = not packs_images
+    data = step_with("_data.reading.is_text_only", not packs_images)._data
     documents = [document_of(9), document_of(9), document_of(5)]
-    assert train_unpacked([documents], _data=step._data, _has_collectives=has_collectives)[2] == [1, 1, 1]
+    assert train_unpacked([documents], _data=data, _has_collectives=has_collectives)[2] == [1, 1, 1]
 
 
 def test_the_router_loss_is_a_mean_over_packs():
     documents = [document_of(9, 1)]
-    loss = train_unpacked([documents, documents], router_losses=[2.0, 4.0])[1]
-    assert loss == pytest.approx(1 + 0.5 * (2 + 4) / 2)
-    loss = train_unpacked(
-        [documents, documents], member=1, router_losses=[2.0, 4.0], _sum_over_ranks=lambda value: value + 1
-    )[1]
-    assert loss == 1.0, "another rank counts these packs"
-    step = ScriptedFirstStep()
-    step._data.ranks.copies = 2  # two ranks have the same packs
-    twice = {"_data": step._data, "_sum_over_ranks": lambda value: 2 * value}
-    loss = train_unpacked([documents, documents], router_losses=[2.0, 4.0], **twice)[1]
-    assert loss == pytest.approx(1 + 0.5 * (2 + 4) / 2)
+    data_of_copies = step_with("_data.ranks.copies", 2)._data  # two ranks have the same packs
+    for attributes, expected in (
+        ({}, 1 + 0.5 * (2 + 4) / 2),
+        ({"_data": data_of_copies, "_sum_over_ranks": lambda value: 2 * value}, 1 + 0.5 * (2 + 4) / 2),
+        ({"member": 1, "_sum_over_ranks": lambda value: value + 1}, 1.0),  # another rank counts these packs
+    ):
+        _, loss, _ = train_unpacked([documents, documents], router_losses=[2.0, 4.0], **attributes)
+        assert loss == pytest.approx(expected)
 
 
 def test_the_router_loss_is_that_of_padded_rows():
@@ -504,78 +498,52 @@ def test_the_router_loss_is_that_of_padded_rows():
 # The loss of a row
 
 
-def row_losses(documents, **settings):
-    """Return logits that depend on place and token, the labels of the rows, and the losses of the rows."""
-    step = ScriptedFirstStep()
-    trainer = step._trainer
-    trainer.args.loss_type = settings.pop("loss_type", "nll")
-    step._objective.fused_head_is_exact = settings.pop("fused_head_is_exact", True)
-    if "smoothing" in settings:
-        trainer.label_smoother = SimpleNamespace(epsilon=settings.pop("smoothing"))
-    num_tokens = len(documents[0]["input_ids"])
-    logits = torch.randn(len(documents), num_tokens + 2, 40, generator=torch.Generator().manual_seed(0))
-
-    def run_model(input_ids):
-        assert input_ids.tolist() == [document["input_ids"].tolist() for document in documents]
-        return SimpleNamespace(logits=logits)
-
-    step._unwrapped_model = run_model
-    step._probe.make_unpacked_batch = lambda tokens: {"input_ids": tokens.reshape(-1, num_tokens)}
-    labels = torch.from_numpy(np.stack([document["labels"] for document in documents]))[:, 1:]
-    return logits[:, : num_tokens - 1], labels, step._row_losses(documents)
-
-
 DOCUMENTS = [document_of(9, 3), document_of(9), document_of(9, 0)]
 DOCUMENTS[1]["labels"][3] = 0
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:2], DOCUMENTS[:1]])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_row_has_the_cross_entropy_of_its_trained_tokens(documents, smoothing):
-    logits, labels, losses = row_losses(documents, **({"smoothing": smoothing} if smoothing else {}))
-    expected = functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
-    )
-    assert losses.tolist() == pytest.approx(expected.view(labels.shape).sum(1).tolist())
+def row_losses(documents, loss_type, smoothing, fused_head_is_exact):
+    """Return the model's own logits of rows with two tokens of padding, the labels behind them, and the losses.
 
-
-def test_a_row_of_dft_has_losses_times_probabilities():
-    logits, labels, losses = row_losses(DOCUMENTS, loss_type="dft")
-    probabilities = logits.softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    expected = -(probabilities * probabilities.log()).masked_fill(labels == -100, 0).sum(1)
-    assert losses.tolist() == pytest.approx(expected.tolist())
-
-
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one(loss_type):
-    """Logits are not computed. Labels stand at their tokens, and the row has two tokens of padding behind."""
+    The fused head has halves of these logits.
+    """
     step = ScriptedFirstStep()
-    step._objective.fused_head_is_exact = False
     step._trainer.args.loss_type = loss_type
-    step._probe.make_unpacked_batch = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
-    scores = -torch.rand(2, 10, generator=torch.Generator().manual_seed(0))
-    rows = []
+    step._objective.fused_head_is_exact = fused_head_is_exact
+    if smoothing:
+        step._trainer.label_smoother = SimpleNamespace(epsilon=smoothing)
+    tokens, labels = (torch.from_numpy(np.stack([row[name] for row in documents])) for name in ("input_ids", "labels"))
+    num_rows, num_tokens = tokens.shape
+    logits = torch.randn(num_rows, num_tokens + 2, 40, generator=torch.Generator().manual_seed(0))
 
-    def run_model(**row):
-        rows.append(row)
-        return SimpleNamespace(log_probs=scores.masked_fill(row["labels"][:, 1:] == -100, 0))
+    def run_model(input_ids, labels=None, fused_lm_head=False):
+        assert torch.equal(input_ids, functional.pad(tokens, (0, 2)))
+        if not fused_lm_head:
+            return SimpleNamespace(logits=logits)
+        log_probs, _, _ = token_scores(logits / 2, labels)
+        return SimpleNamespace(log_probs=log_probs)
 
     step._unwrapped_model = run_model
-    losses = step._row_losses(DOCUMENTS[:2])
-    (row,) = rows
-    assert row["fused_lm_head"] is True
-    expected = [[-100, *document["labels"][1:].tolist(), -100, -100] for document in DOCUMENTS[:2]]
-    assert row["labels"].tolist() == expected
-    token_losses = -scores * (scores.exp() if loss_type == "dft" else 1)
-    expected = token_losses.masked_fill(row["labels"][:, 1:] == -100, 0).sum(1)
-    assert losses.tolist() == pytest.approx(expected.tolist())
+    step._probe.make_unpacked_batch = lambda row: {
+        "input_ids": functional.pad(row.reshape(num_rows, num_tokens), (0, 2))
+    }
+    return logits[:, : num_tokens - 1], labels[:, 1:], step._row_losses(documents)
 
 
-def test_a_row_has_the_loss_of_the_own_head_if_labels_are_smoothed():
-    """The loss of a pack is computed from logits then, too."""
-    _, _, expected = row_losses(DOCUMENTS, smoothing=0.1)
-    _, _, losses = row_losses(DOCUMENTS, smoothing=0.1, fused_head_is_exact=False)
-    assert torch.equal(losses, expected)
+@pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:1]], ids=len)
+@pytest.mark.parametrize("loss_type, smoothing", [("nll", 0.0), ("nll", 0.1), ("dft", 0.0)])
+@pytest.mark.parametrize("fused_head_is_exact", [True, False])
+def test_a_row_has_the_loss_of_its_trained_tokens(documents, loss_type, smoothing, fused_head_is_exact):
+    """By the head that computes the loss of a pack: with smoothed labels that is always the model's own."""
+    logits, labels, losses = row_losses(documents, loss_type, smoothing, fused_head_is_exact)
+    if not fused_head_is_exact and not smoothing:
+        logits = logits / 2
+    token_losses = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    )
+    if loss_type == "dft":
+        token_losses = token_losses * (-token_losses).exp()
+    assert losses.tolist() == pytest.approx(token_losses.view(labels.shape).sum(1).tolist())
 
 
 def test_a_document_with_images_runs_with_its_images_and_without_its_weight():
@@ -642,13 +610,11 @@ def test_padding_to_a_constant_length_is_not_compared():
 
 
 def test_ranks_that_wait_for_each_other_compare_together():
-    step = ScriptedFirstStep(_has_collectives=True)
-    step._max_over_ranks = lambda value: max(value, 70)  # another rank has such a document
-    assert compare_longer(step, batch_of(40)) == [40]
-    assert step.longest_compared == 70
-    step = ScriptedFirstStep(_has_collectives=True)
-    step._max_over_ranks = lambda value: max(value, 70)
-    assert compare_longer(step) == [2], "a rank without a document runs a short one"
+    for batches, lengths in (([batch_of(40)], [40]), ([], [2])):  # a rank without a document runs a short one
+        # another rank has a document of 70 tokens
+        step = ScriptedFirstStep(_has_collectives=True, _max_over_ranks=lambda value: max(value, 70))
+        assert compare_longer(step, *batches) == lengths
+        assert step.longest_compared == 70
 
 
 @pytest.mark.parametrize("gap, draws", [(0.99e-4, 0), (1.01e-4, 6)])
@@ -716,10 +682,8 @@ def test_gradients_of_ranks_are_added_where_the_trainer_has_not(num_ranks, copie
         step._trainer.accelerator.scaler = SimpleNamespace(get_scale=lambda: scale)
     assert step._run_backward(parameter.sum()) == 3
     products = step._gradient_products(is_reduced=is_reduced)
-    expected = module.gradient_products([parameter]) / (scale or 1) * factor
-    assert torch.allclose(products, expected)
-    parameter.grad = torch.ones(3)
-    assert torch.allclose(module.gradient_products([parameter]) * factor, products), "the scale of a loss is taken out"
+    parameter.grad = torch.ones(3)  # without the scale of the loss
+    assert torch.allclose(products, module.gradient_products([parameter]) * factor)
 
 
 def test_without_gradients_nothing_runs_backward():
@@ -790,13 +754,7 @@ def test_the_document_that_differs_is_named():
 
 @pytest.mark.parametrize("degree, second", [(1, [9]), (2, [5, 9])])
 def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypatch, degree, second):
-    documents = [
-        document_of(7),
-        document_of(5),
-        document_of(9),
-        document_of(6, 0),
-        document_of(8) | {module.WEIGHTS: 0.0},
-    ]
+    documents = [*map(document_of, (7, 5, 9)), document_of(6, 0), document_of(8) | {module.WEIGHTS: 0.0}]
     monkeypatch.setattr(module, "choose_documents", lambda documents_found: documents_found)
     step = ScriptedFirstStep()
     step._data.source = SimpleNamespace(first_documents=lambda num_documents: (documents, Group(degree, degree - 1)))
