@@ -1,7 +1,6 @@
 """Restarts on one process: exact or refused, from whole checkpoints only. Those on two ranks: test_distributed.py."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.runs import build_trainer, texts, weights
+from support.runs import build_trainer, run_training, texts, weights
 
 from trl_packfix.training import checkpoints, restart
 from trl_packfix.training.checkpoints import STATE_FILE, TRAINED_FILE, choose_checkpoint, find_damage, note_times
@@ -17,24 +16,21 @@ from trl_packfix.training.table_source import SAMPLE_LABEL, continue_planner
 
 pytestmark = pytest.mark.slow
 
-SOURCES = texts(60).add_column("source", ["a", "b"] * 30)
+
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
 
 
 def saved(folder, dataset=None, save_steps=5, **settings):
     """Return a run of three epochs with checkpoints, of which the second is in the middle of epoch two."""
-    settings = STEPS | {"save_strategy": "steps", "save_steps": save_steps} | settings
-    trainer = build_trainer(folder, dataset or texts(60), **settings)
-    trainer.train()
-    return trainer
+    return run_training(folder, dataset or texts(60), **STEPS | {"save_steps": save_steps} | settings)
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    trained = saved(tmp_path_factory.mktemp("restart"), include_num_input_tokens_seen="all")
-    per_epoch = trained.state.max_steps // 3
+    trainer = saved(tmp_path_factory.mktemp("restart"), include_num_input_tokens_seen="all")
+    per_epoch = trainer.state.max_steps // 3
     assert per_epoch < 10 < 2 * per_epoch, "checkpoint-10 is not in the middle of epoch two"
-    return trained
+    return trainer
 
 
 @pytest.fixture
@@ -44,10 +40,15 @@ def folder(trainer, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def resume(folder, checkpoint, dataset=None, trainer_kwargs=None, **settings):
-    again = build_trainer(folder, dataset or texts(60), trainer_kwargs=trainer_kwargs, **STEPS | settings)
-    again.train(resume_from_checkpoint=checkpoint if checkpoint is True else str(folder / checkpoint))
-    return again
+def resume(folder, checkpoint, dataset=None, **settings):
+    return run_training(folder, dataset or texts(60), checkpoint=folder / checkpoint, **STEPS | settings)
+
+
+def rewrite_state(checkpoint, *removed, **changed):
+    """Write our file of a checkpoint as another version did: with other values, and without its hash."""
+    file = checkpoint / STATE_FILE
+    state = json.loads(file.read_text()) | changed
+    file.write_text(json.dumps({name: value for name, value in state.items() if name not in ("hash", *removed)}))
 
 
 # What continues
@@ -76,7 +77,8 @@ def test_more_epochs_may_be_trained(trainer, folder):
 
 def test_true_means_the_newest_whole_checkpoint(trainer, folder, caplog):
     (folder / "checkpoint-15" / "model.safetensors").write_bytes(b"half")
-    again = resume(folder, True)
+    again = build_trainer(folder, texts(60), **STEPS)
+    again.train(resume_from_checkpoint=True)
     assert again.restart.resumed[0] == str(folder / "checkpoint-10")
     assert torch.equal(weights(again), weights(trainer))
     assert "checkpoint-15 is skipped, because its file `model.safetensors` has 4 bytes of" in caplog.text
@@ -84,19 +86,16 @@ def test_true_means_the_newest_whole_checkpoint(trainer, folder, caplog):
 
 def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     """For job scripts: the same command starts a run and continues it."""
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    first = build_trainer(tmp_path, texts(40), **settings)
-    first.train(resume_from_checkpoint="newest")
+    settings = {"save_steps": 2, "checkpoint": "newest"}
+    first = run_training(tmp_path, texts(40), max_steps=4, **settings)
     assert first.restart.resumed is None
     assert first.state.global_step == 4
-    again = build_trainer(tmp_path, texts(40), **settings | {"max_steps": 6})
-    again.train(resume_from_checkpoint="newest")
+    again = run_training(tmp_path, texts(40), max_steps=6, **settings)
     assert again.restart.resumed[0].endswith("checkpoint-4")
     assert again.state.global_step == 6
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
         (tmp_path / name / "trainer_state.json").unlink()
-    anew = build_trainer(tmp_path, texts(40), **settings)
-    anew.train(resume_from_checkpoint="newest")
+    anew = run_training(tmp_path, texts(40), max_steps=4, **settings)
     assert anew.restart.resumed is None
     assert "Starting anew: checkpoint-6 is skipped" in caplog.text
 
@@ -132,10 +131,9 @@ CHANGES = {
     "max_length": ({"max_length": 32}, "`max_length` was 64 and is 32"),
     "strategy": ({"packing_strategy": "bfd"}, "`packing_strategy` was 'stream' and is 'bfd'"),
     "overlong": ({"overlong": "drop"}, "`overlong` was 'truncate' and is 'drop'"),
-    "seed": ({"seed": 7}, "`seed` was 42 and is 7"),
     "order kept": ({"train_sampling_strategy": "sequential"}, "`shuffle` was True and is False"),
     "drop_last": ({"dataloader_drop_last": True}, "`dataloader_drop_last` was False and is True"),
-    "batch size, too": (
+    "seed and batch size": (
         {"per_device_train_batch_size": 4, "seed": 7},
         "`seed` was 42 and is 7, `per_device_train_batch_size` was 2 and is 4",
     ),
@@ -147,32 +145,31 @@ def test_other_documents_or_batches_are_refused(change, folder):
     settings, named = CHANGES[change]
     with pytest.raises(ValueError, match=f"{named}.*left out. Set them back, or set `ignore_data_skip=True`"):
         resume(folder, "checkpoint-10", **settings)
-    if change == "seed":
-        again = resume(folder, "checkpoint-10", **settings, ignore_data_skip=True)
-        assert again.state.global_step == again.state.max_steps
+
+
+def test_other_batches_may_be_trained_if_the_first_of_them_need_not_be_skipped(folder):
+    again = resume(folder, "checkpoint-10", seed=7, ignore_data_skip=True)
+    assert again.state.global_step == again.state.max_steps
 
 
 def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(trainer, folder):
-    file = folder / "checkpoint-10" / STATE_FILE
-    state = json.loads(file.read_text())
-    del state["hash"]
-    sample = state["settings"][SAMPLE_LABEL]
+    checkpoint = folder / "checkpoint-10"
+    settings = json.loads((checkpoint / STATE_FILE).read_text())["settings"]
+    sample = settings.pop(SAMPLE_LABEL)
     assert len(sample) == 64
-    state["settings"][SAMPLE_LABEL] = sample[::-1]
-    file.write_text(json.dumps(state))
+    rewrite_state(checkpoint, settings=settings | {SAMPLE_LABEL: sample[::-1]})
     with pytest.raises(ValueError, match=f"`sample of every document` was {sample[:-9:-1]}"):
         resume(folder, "checkpoint-10")
-    del state["settings"][SAMPLE_LABEL]
-    file.write_text(json.dumps(state))
+    rewrite_state(checkpoint, settings=settings)
     assert torch.equal(weights(resume(folder, "checkpoint-10")), weights(trainer))
 
 
 def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder):
-    file = folder / "checkpoint-10" / STATE_FILE
-    state = json.loads(file.read_text())
-    del state["hash"], state["files"][TRAINED_FILE], state["first_step"], state["planned_at"], state["steps_left"]
-    file.write_text(json.dumps(state))
-    (folder / "checkpoint-10" / TRAINED_FILE).unlink()
+    checkpoint = folder / "checkpoint-10"
+    files = json.loads((checkpoint / STATE_FILE).read_text())["files"]
+    del files[TRAINED_FILE]
+    rewrite_state(checkpoint, "first_step", "planned_at", "steps_left", files=files)
+    (checkpoint / TRAINED_FILE).unlink()
     message = "`gradient_accumulation_steps` was 2 and is 1.*has no `trained_documents.npy`.*number of ranks is 2 again"
     with pytest.raises(ValueError, match=message):
         resume(folder, "checkpoint-10", gradient_accumulation_steps=1)
@@ -180,13 +177,10 @@ def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder
 
 
 def test_a_checkpoint_planned_by_another_version_is_refused(folder):
-    file = folder / "checkpoint-10" / STATE_FILE
-    state = json.loads(file.read_text())
-    del state["hash"]
-    file.write_text(json.dumps(state | {"step_hash": "", "trl_packfix": "0.0.1"}))
+    rewrite_state(folder / "checkpoint-10", step_hash="", trl_packfix="0.0.1")
     with pytest.raises(ValueError, match="`trl_packfix` was '0.0.1'.*Install the version"):
         resume(folder, "checkpoint-10")
-    file.write_text(json.dumps(state | {"version": 99}))
+    rewrite_state(folder / "checkpoint-10", version=99)
     with pytest.raises(ValueError, match="has version 99"):
         resume(folder, "checkpoint-10")
 
@@ -194,16 +188,13 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
 def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(trainer, tmp_path):
     state = json.loads((Path(trainer.args.output_dir) / "checkpoint-10" / STATE_FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    assert (
-        continue_planner("checkpoint-10", state, trainer.data.source.settings, planner=trainer.data.source.planner)
-        == {}
-    )
+    source = trainer.data.source
+    assert continue_planner("checkpoint-10", state, source.settings, planner=source.planner) == {}
     config = {}
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-    restarted = restart.Restart(
-        SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator), trainer.data
-    )
+    one_rank = SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator)
+    restarted = restart.Restart(one_rank, trainer.data)
     state |= {"engine": "deepspeed", "world_size": 2}
     with pytest.raises(ValueError, match="on 1 ranks, and `world_size` was 2.*ds_to_universal --input.*or launch 2"):
         restarted._check_shards(str(tmp_path), state)
@@ -216,23 +207,25 @@ def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(trainer, t
 
 def test_checkpoints_of_other_trainers_are_refused(folder, tmp_path):
     saved(tmp_path / "unpacked", packing=False)
-    stream = texts(60).to_iterable_dataset()
-    with pytest.raises(ValueError, match="given with packing a table, and it was saved without packing, by another"):
-        resume(tmp_path / "unpacked", "checkpoint-10")
-    with pytest.raises(ValueError, match="given with packing a stream, and it was saved without packing, by another"):
-        resume(tmp_path / "unpacked", "checkpoint-10", stream, max_steps=24)
-    with pytest.raises(ValueError, match="given without packing, and it was saved with packing a table"):
-        resume(folder, "checkpoint-10", packing=False)
-    with pytest.raises(ValueError, match="given with packing a stream, and it was saved with packing a table"):
-        resume(folder, "checkpoint-10", stream, max_steps=24)
-    build_trainer(tmp_path / "stream", stream, **STEPS, max_steps=2, save_strategy="steps", save_steps=2).train()
-    with pytest.raises(ValueError, match="given with packing a table, and it was saved with packing a stream"):
-        resume(tmp_path / "stream", "checkpoint-2")
+    stream = {"dataset": texts(60).to_iterable_dataset(), "max_steps": 12}
+    saved(tmp_path / "stream", **stream)
+    for run, settings, message in (
+        (tmp_path / "unpacked", {}, "with packing a table, and it was saved without packing, by another"),
+        (tmp_path / "unpacked", stream, "with packing a stream, and it was saved without packing, by another"),
+        (folder, {"packing": False}, "without packing, and it was saved with packing a table"),
+        (folder, stream, "with packing a stream, and it was saved with packing a table"),
+        (tmp_path / "stream", {}, "with packing a table, and it was saved with packing a stream"),
+    ):
+        with pytest.raises(ValueError, match=f"given {message}"):
+            resume(run, "checkpoint-10", **settings)
     unpacked = resume(tmp_path / "unpacked", "checkpoint-10", packing=False)
     assert unpacked.state.global_step == unpacked.state.max_steps
 
 
 # Whole checkpoints only
+
+
+NOT_SAVED = f"its `{STATE_FILE}` does not hold what was saved"
 
 
 def cut(file: Path) -> None:
@@ -243,43 +236,38 @@ def zeroed(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def flipped(file: Path, place: int | str) -> None:
+def flipped(file: Path, place: int | str = -1) -> None:
     content = bytearray(file.read_bytes())
     content[place if isinstance(place, int) else content.index(place.encode()) + len(place)] ^= 1
     file.write_bytes(content)
 
 
+def folder_in_place_of(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+# What is done to which file, and what is said
 DAMAGES = {
-    "no trainer state": (lambda c: (c / "trainer_state.json").unlink(), "it has no `trainer_state.json`"),
-    "half a trainer state": (lambda c: cut(c / "trainer_state.json"), "its `trainer_state.json`.* ends too early"),
-    "half a file of ours": (lambda c: cut(c / STATE_FILE), f"its `{STATE_FILE}`.* ends too early"),
-    "half a model": (lambda c: cut(c / "model.safetensors"), "its file `model.safetensors` has"),
-    "half an optimizer": (lambda c: cut(c / "optimizer.pt"), "its file `optimizer.pt` has"),
-    "no random state": (lambda c: (c / "rng_state.pth").unlink(), "its file `rng_state.pth` is missing"),
-    "no state of ours": (
-        lambda c: (c / STATE_FILE).write_text("[]"),
-        f"its `{STATE_FILE}` does not hold what was saved",
-    ),
-    "an empty state": (lambda c: (c / STATE_FILE).write_text("{}"), f"its `{STATE_FILE}` does not hold what was saved"),
-    "a folder": (lambda c: [(c / STATE_FILE).unlink(), (c / STATE_FILE).mkdir()], f"its `{STATE_FILE}` cannot be read"),
-    "zeros in a model": (lambda c: zeroed(c / "model.safetensors"), "its file `model.safetensors` is not as it was"),
-    "zeros in all": (lambda c: [zeroed(file) for file in c.iterdir()], "its `trainer_state.json`.* ends too early"),
-    "a bit of trained": (
-        lambda c: flipped(c / TRAINED_FILE, -1),
-        f"its file `{TRAINED_FILE}` is not as it was written",
-    ),
-    "a digit of ours": (
-        lambda c: flipped(c / STATE_FILE, '"global_step": 1'),
-        f"its `{STATE_FILE}` does not hold what was saved",
-    ),
-    "nothing": (shutil.rmtree, "there is no such folder here"),
+    "no trainer state": (Path.unlink, "trainer_state.json", "it has no `trainer_state.json`"),
+    "half a trainer state": (cut, "trainer_state.json", "its `trainer_state.json`.* ends too early"),
+    "half a file of ours": (cut, STATE_FILE, f"its `{STATE_FILE}`.* ends too early"),
+    "half a model": (cut, "model.safetensors", "its file `model.safetensors` has"),
+    "no random state": (Path.unlink, "rng_state.pth", "its file `rng_state.pth` is missing"),
+    "no state of ours": (lambda file: file.write_text("[]"), STATE_FILE, NOT_SAVED),
+    "an empty state": (lambda file: file.write_text("{}"), STATE_FILE, NOT_SAVED),
+    "a folder": (folder_in_place_of, STATE_FILE, f"its `{STATE_FILE}` cannot be read"),
+    "zeros in a model": (zeroed, "model.safetensors", "its file `model.safetensors` is not as it was"),
+    "a bit of trained": (flipped, TRAINED_FILE, f"its file `{TRAINED_FILE}` is not as it was written"),
+    "a digit of ours": (lambda file: flipped(file, '"global_step": 1'), STATE_FILE, NOT_SAVED),
+    "nothing": (shutil.rmtree, "", "there is no such folder here"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_reported_and_not_loaded(kind, folder):
-    damage, named = DAMAGES[kind]
-    damage(folder / "checkpoint-15")
+    damage, file, named = DAMAGES[kind]
+    damage(folder / "checkpoint-15" / file)
     with pytest.raises(ValueError, match=f"{named}.*part of its state.*checkpoint-10"):
         choose_checkpoint(str(folder / "checkpoint-15"), str(folder))
 
@@ -292,22 +280,21 @@ def test_blocks_of_a_large_file_are_compared(folder, monkeypatch):
     (folder / "large" / "model").write_bytes(bytes([1]) * 10_000)
     checkpoints.save_state(folder / "large", {}, {})
     assert find_damage(folder / "large") is None
-    flipped(folder / "large" / "model", -1)
+    flipped(folder / "large" / "model")
     assert find_damage(folder / "large") == "its file `model` is not as it was written"
 
 
 def test_no_whole_checkpoint(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         cut(checkpoint / "optimizer.pt")
-    for choice, message in (
-        (True, "no whole checkpoint.*unset to start anew"),
-        (str(folder / "checkpoint-5"), "unset to start anew"),
-        (str(folder / "True"), "`resume_from_checkpoint='.*True'` was given, and there is no such folder"),
+    for choice, output_dir, message in (
+        (True, folder, "no whole checkpoint.*unset to start anew"),
+        (True, folder / "empty", "no whole checkpoint"),
+        (str(folder / "checkpoint-5"), folder, "unset to start anew"),
+        (str(folder / "True"), folder, "`resume_from_checkpoint='.*True'` was given, and there is no such folder"),
     ):
         with pytest.raises(ValueError, match=message):
-            choose_checkpoint(choice, str(folder))
-    with pytest.raises(ValueError, match="no whole checkpoint"):
-        choose_checkpoint(True, str(folder / "empty"))
+            choose_checkpoint(choice, str(output_dir))
 
 
 class Killed(Exception):
@@ -322,7 +309,7 @@ def test_a_checkpoint_that_is_written_again_is_not_vouched_for_by_the_first(fold
 
     monkeypatch.setattr("transformers.Trainer._save_optimizer_and_scheduler", die)
     with pytest.raises(Killed):
-        resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5)
+        resume(folder, "checkpoint-5", save_steps=5)
     with pytest.raises(ValueError, match="it has no `trainer_state.json`.*checkpoint-15"):
         resume(folder, "checkpoint-10")
 
@@ -351,7 +338,7 @@ def test_a_checkpoint_that_is_written_again_is_whole(folder):
     """Reports and what other callbacks write replace files of the run before, after the sizes are noted."""
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "packing_report.json").write_text("of another length")
-    again = resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5, packing_report=True)
+    again = resume(folder, "checkpoint-5", save_steps=5, packing_report=True)
     for checkpoint in (folder / "checkpoint-10", folder / "checkpoint-15"):
         assert find_damage(checkpoint) is None
         assert json.loads((checkpoint / "packing_report.json").read_text())["strategy"] == "stream"
@@ -434,36 +421,11 @@ def test_another_loss_is_refused(change, tmp_path):
     if change in ("column", "weighting"):
         assert resume(tmp_path, "checkpoint-1", **before).state.global_step == 2
     if change == "weighting":
-        file = tmp_path / "checkpoint-1" / STATE_FILE  # of a version that did not write it
-        state = json.loads(file.read_text())
-        del state["document_weighting"], state["hash"]
-        file.write_text(json.dumps(state))
+        rewrite_state(tmp_path / "checkpoint-1", "document_weighting")  # as a version that did not write it
         assert resume(tmp_path, "checkpoint-1", **before | after).state.global_step == 2
 
 
 def test_the_same_loss_by_other_means_continues(tmp_path):
-    saved(tmp_path, save_steps=1, max_steps=2, loss_type="chunked_nll", source_column="source", dataset=SOURCES)
-    assert resume(tmp_path, "checkpoint-1", max_steps=2, loss_type="nll", dataset=SOURCES).state.global_step == 2
-
-
-@pytest.fixture
-def determinism(monkeypatch):
-    """Put back what `full_determinism` sets for the whole process."""
-    for name in "CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG ASCEND_LAUNCH_BLOCKING HCCL_DETERMINISTIC".split():
-        monkeypatch.setenv(name, "unset")
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
-
-
-def test_a_restart_under_full_determinism_is_exact(determinism, tmp_path):
-    """On a GPU only then: no operation of a packed step refuses it here."""
-    settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    unbroken = build_trainer(tmp_path / "whole", texts(), **settings)
-    unbroken.train()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    resumed = build_trainer(tmp_path / "resumed", texts(), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert torch.equal(weights(unbroken), weights(resumed))
+    data = texts(60).add_column("source", ["a", "b"] * 30)
+    saved(tmp_path, data, save_steps=1, max_steps=2, loss_type="chunked_nll", source_column="source")
+    assert resume(tmp_path, "checkpoint-1", data, max_steps=2, loss_type="nll").state.global_step == 2
