@@ -15,7 +15,7 @@ from support import vision
 from support.chats import TEMPLATES, answer, tokenizer_with, user
 from support.features import needs
 from support.models import build_tokenizer
-from support.runs import all_documents, build_trainer
+from support.runs import all_documents, build_trainer, samples_of
 
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.recipes import MaskedTurns
@@ -44,13 +44,13 @@ def trained_texts(row, tokenizer):
 
 
 def sample(messages, tokenizer, template=None, **rule):
-    (made,) = MaskedTurns(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
-    return {name: values.tolist() for name, values in made.columns.items()}
+    (turns,) = MaskedTurns(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
+    return {name: values.tolist() for name, values in turns.columns.items()}
 
 
-def run_of(folder, data, eval_dataset=None, **settings):
+def run_of(folder, data, **settings):
     settings = {"max_length": 512, "assistant_only_loss": True, "processing_class": PLAIN} | settings
-    return build_trainer(folder, data, trainer_kwargs={"eval_dataset": eval_dataset}, **settings)
+    return build_trainer(folder, data, **settings)
 
 
 # One conversation
@@ -146,29 +146,23 @@ def test_a_template_that_rewrites_the_history_is_refused_with_the_turn():
 
 
 def test_an_empty_thinking_of_the_template_can_be_left_untrained():
-    for tokenizer, template in ((THINKING, None), (THINKING, (TEMPLATES / "qwen3_training.jinja").read_text())):
+    for template in (None, (TEMPLATES / "qwen3_training.jinja").read_text()):
         for message, text_kept in (
             (answer("A1"), "A1<|im_end|>\n"),
-            (answer(""), "<|im_end|>\n"),
-            (answer("\n\nA1"), None),
             (answer("A1", reasoning_content="T"), "<think>\nT\n</think>\n\nA1<|im_end|>\n"),
         ):
-            labelled = sample([user("Q"), message], tokenizer, template, train_empty_thinking=False)
-            full = sample([user("Q"), message], tokenizer, template)
-            assert labelled["input_ids"] == full["input_ids"]
-            (text,) = trained_texts(labelled, tokenizer)
-            assert text == text_kept or (text_kept is None and text.strip().endswith("A1<|im_end|>"))
-            assert "<think>" in trained_texts(full, tokenizer)[0]
-            assert ("<think>" in text) == ("T" in text)
-    thinking_answer = answer("<think>\n\n</think>\n\nA1")
-    assert "<think>" in trained_texts(sample([user("Q"), thinking_answer], PLAIN, train_empty_thinking=False), PLAIN)[0]
-    # the same in one sample per turn
-    rule = TurnRule(train_empty_thinking=False)
+            labelled = sample([user("Q"), message], THINKING, template, train_empty_thinking=False)
+            unmasked = sample([user("Q"), message], THINKING, template)
+            assert labelled["input_ids"] == unmasked["input_ids"]
+            assert trained_texts(labelled, THINKING) == [text_kept]
+            assert "<think>" in trained_texts(unmasked, THINKING)[0]
+
+
+def test_an_empty_thinking_can_be_left_untrained_in_one_sample_per_turn():
     _, labels = Conversation.from_row({"messages": CHAT}).tokenize_turn(5, THINKING)
-    before = len(trained_texts({"labels": labels}, THINKING)[0])
-    rule.mask_thinking(labels, CHAT[5], THINKING)
+    assert "<think>" in trained_texts({"labels": labels}, THINKING)[0]
+    TurnRule(train_empty_thinking=False).mask_thinking(labels, CHAT[5], THINKING)
     assert trained_texts({"labels": labels}, THINKING) == ["A3<|im_end|>\n"]
-    assert before > 20
 
 
 def test_a_weight_that_is_no_weight_is_refused():
@@ -190,25 +184,15 @@ ROWS = chats(CHAT, weighted(0, None, 1), weighted(None, None, 0), weighted(0, 0,
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, tmp_path):
-    rows = [row["messages"] for row in ROWS]
-    expected = [by_hand(row, last) for row in rows]
-    trained = sorted((tokens, labels) for tokens, labels in expected if max(labels) >= 0)
-    assert len(trained) == (2 if last else 3)
-    settings = {"assistant_turns": "last" if last else "all", "max_steps": 2}
+def test_packs_and_evaluation_have_the_same_labels(last, tmp_path):
+    """Unpacked runs and streams have them, too (`samples/test_frozen.py`)."""
+    expected = [by_hand(row["messages"], last) for row in ROWS]
     sets = {"table": ROWS, "stream": ROWS.to_iterable_dataset()}
-    trainer = run_of(tmp_path, ROWS, eval_dataset=sets, **settings)
-    assert all_documents(trainer) == trained
+    trainer = run_of(tmp_path, ROWS, eval_dataset=sets, assistant_turns="last" if last else "all")
+    assert all_documents(trainer) == sorted((tokens, labels) for tokens, labels in expected if max(labels) >= 0)
     for dataset in trainer.eval_dataset.values():
-        assert [(row["input_ids"], row["labels"]) for row in dataset] == expected
-    unpacked = run_of(tmp_path, ROWS, packing=False, **settings)
-    assert sorted((row["input_ids"], row["labels"]) for row in unpacked.train_dataset) == trained
-    assert set(unpacked.train_dataset["id"]) <= {0, 1, 2}
-    assert not unpacked.args.packing
-    stream = run_of(tmp_path, ROWS.to_iterable_dataset(), **settings)
-    assert [(row["input_ids"], row["labels"]) for row in stream.train_dataset] == expected
-    counts = trainer.data.trained_summary.counts
-    assert (counts.turns, counts.context, counts.earlier) == (12, 5, 5 if last else 0)
+        assert samples_of(dataset) == expected
+    assert trainer.data.trained_summary.counts == AssistantTurnCounts(turns=12, context=5, earlier=5 if last else 0)
 
 
 def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
@@ -228,29 +212,25 @@ def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
 
 
 def test_weights_that_would_not_be_read_are_refused(tmp_path):
-    message = (
-        r"2 of 4 rows of the {} dataset have messages with `weight` 0, which is not read.*`assistant_only_loss=False`"
-    )
+    message = r"2 of 4 rows of the train dataset have messages with `weight` 0, which is not read.*`assistant_only_loss"
     data = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0))
-    every = {"assistant_only_loss": False}
-    with pytest.raises(ValueError, match=message.format("train")):
-        run_of(tmp_path, data, **every)
-    with pytest.raises(ValueError, match=message.format("eval")):
-        run_of(tmp_path, chats(CHAT), eval_dataset=data, **every)
-    with pytest.raises(ValueError, match="2 of the first 4 rows of the train"):
-        run_of(tmp_path, data.to_iterable_dataset(), max_steps=1, **every)
-    run_of(tmp_path, data, message_train_key=None, **every)
-    for name, settings in (("train", {}), ("training", {"per_turn": True} | every)):
-        foreign = chats(CHAT, [CHAT[0], CHAT[1] | {name: False}, *CHAT[2:]])
-        foreign.to_json(tmp_path / "chats.jsonl")  # of different forms: JSON when read
-        (tmp_path / "mixed.jsonl").write_text((tmp_path / "chats.jsonl").read_text().replace(f',"{name}":null', ""))
-        message = rf"1 of 2 rows .* has messages with `{name}` 0, .*`message_train_key='weight'` reads another key.*Set"
-        for rows in (foreign, Dataset.from_json(str(tmp_path / "mixed.jsonl"))):
-            with pytest.raises(ValueError, match=message):
-                run_of(tmp_path, rows, **settings)
-        run_of(tmp_path, foreign, **settings | {"message_train_key": name})
+    with pytest.raises(ValueError, match=message):
+        run_of(tmp_path, data, assistant_only_loss=False)
+    run_of(tmp_path, data, message_train_key=None, assistant_only_loss=False)
     prompts = Dataset.from_list([{"prompt": weighted(0, 0, 1)[:5], "completion": CHAT[5:]}])
-    assert len(all_documents(run_of(tmp_path, prompts, **every))) == 1
+    assert len(all_documents(run_of(tmp_path, prompts, assistant_only_loss=False))) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"per_turn": True, "assistant_only_loss": False}], ids=str)
+def test_weights_of_another_key_are_refused(settings, tmp_path):
+    data = chats(CHAT, [CHAT[0], CHAT[1] | {"train": False}, *CHAT[2:]])
+    message = "1 of 2 rows .* has messages with `train` 0, .*`message_train_key='weight'` reads another key.*Set"
+    with pytest.raises(ValueError, match=message):
+        run_of(tmp_path, data, **settings)
+    run_of(tmp_path, data, message_train_key="train", **settings)
+
+
+def test_texts_have_no_assistant(tmp_path):
     with pytest.raises(ValueError, match="`assistant_only_loss=True` was given, and the train dataset has the columns"):
         run_of(tmp_path, Dataset.from_dict({"text": ["a b c"]}))
 

@@ -1,13 +1,21 @@
 """Rows that the chat template or the tokenizer cannot take: named and refused, or dropped and counted."""
 
-import logging
 from itertools import islice
 
 import pytest
-import trl
 from datasets import Dataset, IterableDataset, load_from_disk
 from support.models import build_tokenizer
-from support.runs import ANSWER, PROMPT, all_documents, build_trainer, documents_of
+from support.runs import (
+    ANSWER,
+    PROMPT,
+    all_documents,
+    build_trainer,
+    documents_of,
+    documents_of_rows,
+    run_training,
+    samples_of,
+    stock,
+)
 
 from trl_packfix.cli import main
 from trl_packfix.data.stream_reader import CHUNK
@@ -16,15 +24,12 @@ SILENT = [{"role": "user", "content": "x"}]
 NO_CONTENT = [{"role": "user", "content": None}, *ANSWER]
 GOOD = {"messages": PROMPT + ANSWER}
 PAIR = {"prompt": PROMPT, "completion": ANSWER}
-SHAREGPT = [
-    {"conversations": [{"from": "user", "value": text}, {"from": "assistant", "value": "so"}]} for text in ("how", None)
-]
-# What a good row is, what a bad one is, settings, and what the message says of the bad one
+
+# What a good row is, what a bad one is, settings, and what the message says of the bad one. Rows of other forms without
+# a text are in `samples/test_frozen.py`
 FORMS = {
     "messages": (GOOD, {"messages": NO_CONTENT}, {}, r"`messages\[0\]` .* no `content`; (Undefined|Type)Error: "),
-    "conversations": (*SHAREGPT, {}, r"`conversations\[0\]` \(user\) has no `value`"),
     "no messages": (GOOD, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
-    "prompts": (PAIR, PAIR | {"prompt": NO_CONTENT[:1]}, {}, r"`prompt\[0\]` \(user\) has no `content`"),
     "tools": (GOOD | {"tools": "[]"}, GOOD | {"tools": "[{"}, {}, "Row 3: `tools` is a text that is not JSON; JSONDec"),
     "silent": (PAIR, PAIR | {"completion": SILENT}, {"assistant_only_loss": True}, "Row 3: no assistant tokens under"),
 }
@@ -41,37 +46,32 @@ def rows(name, bad=BAD, num=12):
 def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, packing, tmp_path, caplog):
     *_, settings, reason = FORMS[name]
     data = Dataset.from_list(rows(name))
-    settings = settings | {"packing": packing}
     named = (
         rf"(?s)2 of 12 rows of the {{}} dataset cannot be tokenised; the first are \[3, 8\]\. .*{reason}.*`bad_rows="
     )
     with pytest.raises(ValueError, match=named.format("train")) as raised:
-        build_trainer(tmp_path, data, **settings)
+        build_trainer(tmp_path, data, packing=packing, **settings)
     assert raised.value.__cause__ is None  # none of the lines of jinja2
     assert raised.value.__context__ is None
     good = data.select([i for i in range(12) if i not in BAD])
     with pytest.raises(ValueError, match=named.format("eval")):
-        build_trainer(tmp_path, good, trainer_kwargs={"eval_dataset": data}, **settings)
+        build_trainer(tmp_path, good, eval_dataset=data, packing=packing, **settings)
 
-    with caplog.at_level(logging.WARNING):
-        trainer = build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
+    trainer = build_trainer(tmp_path, data, eval_dataset=data, bad_rows="drop", packing=packing, **settings)
     for split in ("train", "eval"):
         dropped = f"2 of 12 rows of the {split} dataset cannot be tokenised and are dropped; the first are [3, 8]"
         assert dropped in caplog.text
-    stock = build_trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
-    expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
+    expected = stock(tmp_path, good, **settings).train_dataset
     assert len(expected) == 10
-    assert all(tokens for tokens, _ in expected)
-    assert [(row["input_ids"], row["labels"]) for row in trainer.eval_dataset] == expected
+    assert all(expected["input_ids"])
+    assert samples_of(trainer.eval_dataset) == samples_of(expected)
     if not packing:
-        assert [(row["input_ids"], row["labels"]) for row in trainer.train_dataset] == expected
+        assert samples_of(trainer.train_dataset) == samples_of(expected)
         assert trainer.train_dataset["id"] == good["id"]
         return
-    assert all_documents(trainer) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
+    assert all_documents(trainer) == documents_of_rows(expected)
     ledger = trainer.packing_report.ledger
-    assert ledger.dropped["bad_row"].documents == 2
-    assert ledger.given.documents == 12
-    assert ledger.kept.documents == 10
+    assert (ledger.given.documents, ledger.kept.documents, ledger.dropped["bad_row"].documents) == (12, 10, 2)
     assert dict(trainer.packing_report.lines())["dropped, bad_row"] == "2 documents, 0 tokens"
 
 
@@ -134,7 +134,7 @@ def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
     with pytest.raises(ValueError, match="Row 0 of the train stream"):
         build_trainer(tmp_path, stream(bad=(0,)), max_steps=2)
     with pytest.raises(ValueError, match="Row 3 of the eval stream"):
-        build_trainer(tmp_path, stream(bad=()), max_steps=1, trainer_kwargs={"eval_dataset": stream(12)}).evaluate()
+        build_trainer(tmp_path, stream(bad=()), max_steps=1, eval_dataset=stream(12)).evaluate()
     with pytest.raises(ValueError, match=r"1000 of 1000 rows of the train dataset cannot be tokenised"):
         build_trainer(tmp_path, stream(2000, bad=range(2000)), max_steps=1, bad_rows="drop")
     unpacked = build_trainer(tmp_path, stream(), packing=False, max_steps=4)
@@ -146,7 +146,7 @@ def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
 @pytest.mark.parametrize("bad", [(), (0, *range(3, 40, 3))], ids=len)
 def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     settings = {"max_steps": 4, "per_device_train_batch_size": 8, "max_length": 128, "save_steps": 2}
-    settings["save_strategy"] = "steps"
+
     documents = Dataset.from_list(rows("messages", bad, 40))
     trainer = build_trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
     good = documents.select([i for i in range(40) if i not in bad])
@@ -163,8 +163,13 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     assert ledger.given.documents == passes * 40
     dropped = ledger.dropped["bad_row"].documents if bad else 0
     assert dropped == passes * len(bad) == ledger.given.documents - ledger.kept.documents
-    resumed = build_trainer(tmp_path / "resumed", documents.to_iterable_dataset(), bad_rows="drop", **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = run_training(
+        tmp_path / "resumed",
+        documents.to_iterable_dataset(),
+        bad_rows="drop",
+        **settings,
+        checkpoint=tmp_path / "checkpoint-2",
+    )
     assert resumed.packing_report.ledger == ledger
 
 

@@ -18,7 +18,19 @@ from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
-from support.runs import ANSWER, PROMPT, TOOL, build_trainer, documents_of, start_weights, stock, texts, weights
+from support.runs import (
+    ANSWER,
+    PROMPT,
+    all_documents,
+    build_trainer,
+    documents_of_rows,
+    log_of_steps,
+    run_training,
+    start_weights,
+    stock,
+    texts,
+    weights,
+)
 from support.versions import TRL, trl_trains
 from sweep import zoo
 from transformers.integrations import integration_utils
@@ -28,14 +40,14 @@ from trl_packfix import SFTConfig, SFTTrainer, compat
 
 # The drop-in
 
-PARTS = ("data", "training_objective", "user_code", "evaluation", "restart")
+ATTRIBUTES = ("data", "training_objective", "user_code", "evaluation", "restart")
 
 
 def test_the_trainer_holds_its_parts():
     """The trainer must be one class of ours, and the names of its parts must mean nothing to TRL or transformers."""
     assert SFTTrainer.__bases__ == (trl.SFTTrainer,)
     attributes = set(SFTTrainer.__annotations__) - {"args", "model"}
-    assert attributes == {*PARTS, "packing_report", "packed_model"}
+    assert attributes == {*ATTRIBUTES, "packing_report", "packed_model"}
     sources = [inspect.getsource(inspect.getmodule(cls)) for cls in trl.SFTTrainer.__mro__[:-1]]
     sources += [inspect.getsource(integration_utils)]
     known = set(re.findall(r"\b(?:self|trainer)\.([a-z_]+)", "".join(sources)))
@@ -71,6 +83,7 @@ def test_an_argument_of_earlier_trl_is_refused_with_its_name_here(kind, name, hi
         kind(**{name: 512})
 
 
+PACKING = {"packing": True}
 # The parameters of what is overridden, where a change in TRL or transformers must be looked at, not inherited
 OVERRIDDEN = {
     "_prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
@@ -119,28 +132,21 @@ def test_what_is_overridden_has_not_changed_in_trl_and_nothing_else_is():
         assert parameters is None or " ".join(inspect.signature(method).parameters) == parameters, name
 
 
-@pytest.mark.parametrize("kind", ["training_arguments", "trl", "ours"])
-def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    kwargs = {"use_cpu": True, "bf16": False, "report_to": []}
-    args = {
-        "training_arguments": lambda: transformers.TrainingArguments("out", seed=5, **kwargs),
-        "trl": lambda: trl.SFTConfig("out", packing=True, seed=5, **kwargs),
-        "ours": lambda: SFTConfig("out", packing=True, seed=5, **kwargs),
-    }[kind]()
+@pytest.mark.parametrize(
+    "config_class, packing, strategy",
+    [(transformers.TrainingArguments, {}, "stream"), (trl.SFTConfig, PACKING, "bfd"), (SFTConfig, PACKING, "stream")],
+)
+def test_args_may_be_anything_that_trl_takes(config_class, packing, strategy, tmp_path):
+    args = config_class(str(tmp_path), seed=5, use_cpu=True, bf16=False, report_to=[], **packing)
     before = dict(vars(args))
     with warnings.catch_warnings(record=True) as warnings_seen:
         warnings.simplefilter("always")
         trainer = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
-    is_warned = any(
-        "a `TrainingArguments`, which has no `packing`" in str(warning.message) for warning in warnings_seen
-    )
+    messages = " ".join(str(warning.message) for warning in warnings_seen)
+    assert ("a `TrainingArguments`, which has no `packing`" in messages) is not bool(packing)
     assert isinstance(trainer.args, SFTConfig)
-    assert is_warned is (kind == "training_arguments")
-    assert trainer.args.seed == 5, "the caller's config was changed"
+    assert (trainer.args.seed, trainer.args.packing, trainer.args.packing_strategy) == (5, bool(packing), strategy)
     assert vars(args) == before, "the caller's config was changed"
-    assert trainer.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
-    assert trainer.args.packing is (kind in ("trl", "ours"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's default config runs where there is a GPU")
@@ -157,67 +163,48 @@ def test_no_args_means_the_default_config_of_trl(tmp_path, monkeypatch):
 def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
     settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
     settings |= {"max_length": 24 if truncated else 128, "learning_rate": 1e-2, "packing": False}
-    results = []
-    for kind, config_class in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
-        trainer = build_trainer(tmp_path, texts(), trainer_class=kind, config_class=config_class, **settings)
-        trainer.train()
-        results.append(weights(trainer))
+    expected = run_training(tmp_path, texts(), trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, **settings)
+    trainer = run_training(tmp_path, texts(), **settings)
     if Version("1.16") <= TRL:
-        assert torch.equal(*results)
+        assert torch.equal(weights(trainer), weights(expected))
     else:  # the loss is summed in another order
-        assert weight_difference(*results, start_weights()) < 1e-5
-    assert not torch.equal(results[0], start_weights())
+        assert weight_difference(weights(trainer), weights(expected), start_weights()) < 1e-5
+    assert not torch.equal(weights(expected), start_weights())
 
 
-def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):
-    data = Dataset.from_dict({"input_ids": [[5, 6, 7], [5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [-100] * 3, [8, 9]]})
-    trainer = build_trainer(tmp_path, data, packing=False, max_length=None)
-    assert len(trainer.train_dataset) == 2
-    assert "1 of 3 documents have no trained token" in caplog.text
-
-
-# Dataset forms: the packed documents are the rows of the unpacked run
+# Dataset forms: the packed documents are the rows of the unpacked run. Those of other forms: `samples/test_texts.py`
 
 PAIRS = {"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}
-LABELLED = {"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4}
+LABELLED = Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4})
 FORMS = {
-    "text": (lambda: texts(), {}),
-    "prompt_completion": (lambda: Dataset.from_dict(PAIRS), {}),
-    "completion_and_prompt_trained": (lambda: Dataset.from_dict(PAIRS), {"completion_only_loss": False}),
-    "messages": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5), {}),
-    "assistant_only": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5), {"assistant_only_loss": True}),
-    "conversational_prompt": (lambda: Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5), {}),
-    "tools": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER, "tools": TOOL}] * 5), {}),
-    "tokenised": (lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4}), {}),
-    "labels": (lambda: Dataset.from_dict(LABELLED), {}),
-    "skip_prepare": (lambda: Dataset.from_dict(LABELLED), {"dataset_kwargs": {"skip_prepare_dataset": True}}),
+    "text": (texts(), {}),
+    "completion_and_prompt_trained": (Dataset.from_dict(PAIRS), {"completion_only_loss": False}),
+    "conversational_prompt": (Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5), {}),
+    "tokenised": (Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4}), {}),
+    "labels": (LABELLED, {}),
+    "skip_prepare": (LABELLED, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form, strategy", [*((form, "stream") for form in FORMS), ("text", "bfd")])
 def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_path):
-    make, settings = FORMS[form]
-    packed = build_trainer(tmp_path, make(), packing_strategy=strategy, **settings)
-    rows = stock(tmp_path, make(), **settings).train_dataset
-    expected = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
-    got = [document for batch in packed.get_train_dataloader() for document in documents_of(batch)]
-    assert sorted(got) == sorted(expected)
+    data, settings = FORMS[form]
+    packed = build_trainer(tmp_path, data, packing_strategy=strategy, **settings)
+    assert all_documents(packed) == documents_of_rows(stock(tmp_path, data, **settings).train_dataset)
 
 
 def test_formatting_func(tmp_path):
     data = Dataset.from_dict({"a": ["x", "yy"], "b": ["zzz", "w"]})
-    trainer = build_trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
-    (batch,) = trainer.get_train_dataloader()
-    texts_of_pack = sorted(trainer.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
+    trainer = build_trainer(tmp_path, data, formatting_func=lambda row: row["a"] + "-" + row["b"])
+    texts_of_pack = [trainer.processing_class.decode(tokens) for tokens, _ in all_documents(trainer)]
     assert texts_of_pack == ["x-zzz<|im_end|>", "yy-w<|im_end|>"]
 
 
 def test_rows_that_are_packs_keep_their_documents(tmp_path):
     data = Dataset.from_dict({"input_ids": [[9, 8, 7, 6, 5], [4, 3]], "seq_lengths": [[2, 3], [2]]})
     trainer = build_trainer(tmp_path, data)
-    (batch,) = trainer.get_train_dataloader()
-    assert [tokens for tokens, _ in documents_of(batch)] == [[4, 3], [7, 6, 5], [9, 8]]
+    assert [tokens for tokens, _ in all_documents(trainer)] == [[4, 3], [7, 6, 5], [9, 8]]
 
 
 @pytest.mark.slow
@@ -229,57 +216,39 @@ def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
     steps = len(trainer.get_train_dataloader())
     trainer.train()
     assert trainer.state.global_step == 3 * steps == trainer.state.max_steps
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in log_of_steps(trainer)]
     assert np.mean(losses[-3:]) < np.mean(losses[:3]), "nothing was learned"
 
 
-def test_padding_free_without_packing_means_minibatch(tmp_path):
-    trainer = build_trainer(tmp_path, texts(), packing=False, padding_free=True)
+@pytest.mark.parametrize("max_length", [64, None])
+def test_padding_free_without_packing_means_minibatch(max_length, tmp_path):
+    """TRL asks for `max_length=None` here; then the longest document is the limit."""
+    trainer = run_training(tmp_path, texts(), packing=False, padding_free=True, max_length=max_length, max_steps=1)
     assert (trainer.args.packing, trainer.args.packing_strategy) == (True, "minibatch")
-    # TRL asks for `max_length=None` here; then the longest document is the limit
-    longest = build_trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
-    assert longest.data.source.make_planner().packing.max_length == longest.data.source.documents.lengths.max()
-    longest.train()
+    source = trainer.data.source
+    assert source.make_planner().packing.max_length == (max_length or source.documents.lengths.max())
 
 
 # What works in TRL works here
 
 
 # What the table of equivalences and `test_settings.py` do not train with
-OTHERS = {"shuffle_dataset": True, "train_sampling_strategy": "sequential", "overlong": "drop", "max_length": 40}
+OTHER_ORDER = {"shuffle_dataset": True, "train_sampling_strategy": "sequential", "overlong": "drop", "max_length": 40}
 FILLED = {"dataloader_drop_last": True, "pad_to_multiple_of": 32, "dataloader_num_workers": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [OTHERS, FILLED | {"pad_documents_to_multiple_of": 16}], ids=str)
+@pytest.mark.parametrize("settings", [OTHER_ORDER, FILLED | {"pad_documents_to_multiple_of": 16}], ids=str)
 def test_settings_of_trl_work_packed(settings, tmp_path):
-    trainer = build_trainer(tmp_path, texts(), max_steps=2, **settings)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(), max_steps=2, **settings)
     assert trainer.state.global_step == 2
     assert np.isfinite(trainer.state.log_history[-1]["train_loss"])
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("model", ["llama", "bloom"])  # as it is, and repaired
-def test_compiled_training_is_training(model, tmp_path):
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainers = [
-        build_trainer(tmp_path, texts(), model, max_steps=3, learning_rate=1e-2, **more) for more in ({}, compiled)
-    ]
-    for trainer in trainers:
-        torch.compiler.reset()
-        trainer.train()
-    assert re.fullmatch(r"2 of 2 layers compiled, \d+ graphs", trainers[1].packing_report.compiled)
-    assert trainers[1].packed_model.is_proved
-    assert bool(trainers[1].packed_model.repaired) is (model == "bloom")
-    assert torch.equal(*map(weights, trainers))
-    assert trainers[0].evaluate(texts(9))["eval_loss"] == trainers[1].evaluate(texts(9))["eval_loss"]
 
 
 @pytest.mark.parametrize("eval_packing", [True, False])
 def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packing, tmp_path):
     """`dataloader_multiprocessing_context="forkserver"`, where forking is not safe; starting one would take seconds."""
-    trainer = build_trainer(tmp_path, texts(), eval_packing=eval_packing, trainer_kwargs={"eval_dataset": texts(9)})
+    trainer = build_trainer(tmp_path, texts(), eval_packing=eval_packing, eval_dataset=texts(9))
     for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
         dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
         indices = next(iter(loader.batch_sampler))
@@ -300,7 +269,7 @@ def test_lazy_names():
 
 @pytest.mark.slow
 def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(tmp_path):
-    ours = build_trainer(tmp_path, texts(12), max_steps=2, trainer_kwargs={"eval_dataset": texts(5)})
+    ours = build_trainer(tmp_path, texts(12), max_steps=2, eval_dataset=texts(5))
     own_attention = ours.packed_model.attention.previous
     ours.train()
     model = ours.model.train()
@@ -313,10 +282,8 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(t
     message = r"A pack of \d+ documents came to LlamaForCausalLM outside of training and evaluation.*attending"
     with pytest.raises(ValueError, match=message):
         ours.compute_loss(model, next(iter(ours.get_train_dataloader())))
-    with pytest.raises(ValueError, match="A pack of 1 document came to"):
-        ours.packed_model.check_packed_attention({"cu_seq_lens_q": torch.tensor([0, 4])})
+
     loss = ours.evaluate()["eval_loss"]
-    assert ours.args.packing
     assert model.config._attn_implementation == own_attention
     again = build_trainer(tmp_path, texts(12), packing=False, model=model)
     assert again.evaluate(texts(5))["eval_loss"] == pytest.approx(loss, rel=1e-5)
