@@ -10,7 +10,16 @@ import trl
 from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
-from support.runs import build_trainer, weights
+from support.runs import (
+    build_trainer,
+    documents_of,
+    gradient_of,
+    log_of_steps,
+    record_steps,
+    run_training,
+    start_weights,
+    weights,
+)
 from support.versions import TRANSFORMERS, current_models, scores_tokens
 from sweep import zoo
 from sweep.zoo import shrink
@@ -48,14 +57,16 @@ def first_step(trainer):
     return trainer.get_batch_samples(iter(trainer.get_train_dataloader()), accumulation, trainer.args.device)
 
 
-def gradients(trainer, compute_loss, batches, num_items):
+def gradients(trainer, batches, num_items, compute_loss=None):
+    """Return the loss of each micro-batch and the gradient of the step."""
     trainer.model.zero_grad()
     losses = []
     for batch in batches:
         torch.manual_seed(0)
-        losses.append(compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items))
+        inputs = trainer._prepare_inputs(dict(batch))
+        losses.append((compute_loss or trainer.compute_loss)(trainer.model, inputs, num_items_in_batch=num_items))
         losses[-1].backward()
-    return torch.stack(losses).detach(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    return torch.stack(losses).detach(), gradient_of(trainer.model)
 
 
 # With token weights: TRL's, to the bit
@@ -71,7 +82,7 @@ OBJECTIVES = {
     "nll": {},
     "dft": {"loss_type": "dft"},
     "smoothed": {"label_smoothing_factor": 0.1},
-    "function": {"trainer_kwargs": {"compute_loss_func": summed_loss}},
+    "function": {"compute_loss_func": summed_loss},
     "experts": {"model": "mixtral", "router_aux_loss_coef": 0.1},
 }
 
@@ -85,49 +96,39 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
         tmp_path, halves(), packing=packing, gradient_accumulation_steps=2, **{"max_length": 64} | OBJECTIVES[objective]
     )
     step = first_step(trainer)
-    ours = gradients(trainer, trainer.compute_loss, *step)
-    theirs = gradients(trainer, super(SFTTrainer, trainer).compute_loss, *step)
-    assert (
-        trainer.compute_loss.__func__
-        is not super(SFTTrainer, trainer).compute_loss.__func__
-        is trl.SFTTrainer.compute_loss
-    )
-    assert torch.equal(ours[0], theirs[0])
-    assert ours[0].abs().min() > 0
-    assert torch.equal(ours[1], theirs[1])
-    assert ours[1].abs().max() > 0
+    losses, gradient = gradients(trainer, *step)
+    expected, gradient_of_trl = gradients(trainer, *step, super(SFTTrainer, trainer).compute_loss)
+    assert torch.equal(losses, expected)
+    assert losses.abs().min() > 0
+    assert torch.equal(gradient, gradient_of_trl)
+    assert gradient.abs().max() > 0
 
 
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packing": False}], ids=str)
 def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
     """TRL leaves it out in silence, so the reference is its gradient alone."""
     settings = {"model": "mixtral", "label_smoothing_factor": 0.1, "max_length": 64} | more
-    gradients_of_weight = {}
+    gradient_of_weight = {}
     for weight in (0.0, 0.5):
         trainer = build_trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
-        step = first_step(trainer)
-        gradients_of_weight[weight] = gradients(trainer, trainer.compute_loss, *step)[1]
-    batch = {name: value for name, value in step[0][0].items() if name != "labels"}
+        batches, num_items = first_step(trainer)
+        _, gradient_of_weight[weight] = gradients(trainer, batches, num_items)
+    batch = {name: value for name, value in batches[0].items() if name != "labels"}
     trainer.model.zero_grad()
     routed = trainer.model(**batch, output_router_logits=True).router_logits
     real = batch["input_ids"].flatten() != 0
     (0.5 * load_balancing_loss_func(tuple(layer[real] for layer in routed), 4, 2)).backward()
-    added = torch.cat(
-        [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in trainer.model.parameters()]
-    )
-    assert added.norm() > 0.01 * gradients_of_weight[0.0].norm()
-    assert (gradients_of_weight[0.5] - gradients_of_weight[0.0] - added).norm() < 1e-4 * added.norm()
+    added = gradient_of(trainer.model)
+    assert added.norm() > 0.01 * gradient_of_weight[0.0].norm()
+    assert (gradient_of_weight[0.5] - gradient_of_weight[0.0] - added).norm() < 1e-4 * added.norm()
 
 
-@pytest.mark.parametrize("weight", [0.5, None])
-def test_a_router_loss_without_gradients_is_refused(weight, tmp_path):
+def test_a_router_loss_without_gradients_is_refused_or_left_out(tmp_path):
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    settings |= {"model": build_tiny_model("mixtral", router_aux_loss_coef=0.02), "router_aux_loss_coef": weight}
-    if weight is None:
-        with pytest.warns(UserWarning, match=r"is in the config of the model.*Set `use_reentrant=False`"):
-            build_trainer(tmp_path, halves(), **settings)
-        return
+    settings["model"] = build_tiny_model("mixtral", router_aux_loss_coef=0.02)
     with pytest.raises(ValueError, match=r"`router_aux_loss_coef=0.5` was given.*have none.*Set `use_reentrant"):
+        build_trainer(tmp_path, halves(), router_aux_loss_coef=0.5, **settings)
+    with pytest.warns(UserWarning, match=r"is in the config of the model.*Set `use_reentrant=False`"):
         build_trainer(tmp_path, halves(), **settings)
 
 
@@ -145,18 +146,13 @@ class OwnLoss(SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def own_loss(tmp_path, data, **settings):
-    return build_trainer(tmp_path, data, trainer_class=OwnLoss, **settings)
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_path):
     settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
-    trainer = own_loss(tmp_path, halves(), **settings)
-    start_values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer = build_trainer(tmp_path, halves(), trainer_class=OwnLoss, **settings)
     with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss`, which does not call.*no weights of documents.*set"):
         trainer.train()
-    assert all(torch.equal(value, start_values[name]) for name, value in trainer.model.state_dict().items())
+    assert torch.equal(weights(trainer), start_weights())
     plain = build_trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
     assert trainer.num_items == first_step(plain)[1]  # trained tokens, and not documents
 
@@ -164,14 +160,13 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
         def compute_loss(self, *args, **kwargs):
             return 2 * super().compute_loss(*args, **kwargs)
 
-    ends = [
-        build_trainer(tmp_path, halves(), max_steps=1, max_grad_norm=0, optim="sgd", trainer_class=kind, **settings)
+    loss, doubled = (
+        run_training(tmp_path, halves(), trainer_class=kind, max_steps=1, **settings).state.log_history[-1][
+            "train_loss"
+        ]
         for kind in (SFTTrainer, Doubled)
-    ]
-    for end_weights in ends:
-        end_weights.train()
-    losses = [end_weights.state.log_history[-1]["train_loss"] for end_weights in ends]
-    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
+    )
+    assert doubled == pytest.approx(2 * loss, rel=1e-6)
 
 
 OF_OUTPUTS = {"entropy", "mean_token_accuracy"}
@@ -182,9 +177,8 @@ def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, t
     logs = []
     for kind in (SFTTrainer, OwnLoss):
         settings = {"packing": packing, "max_steps": 4, "logging_steps": 2, "learning_rate": 0.0}
-        trainer = build_trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
-        trainer.train()
-        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        trainer = run_training(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
+        logs.append(log_of_steps(trainer))
     assert len(logs[0]) == len(logs[1]) == 2
     for ours, theirs in zip(*logs, strict=True):
         assert theirs.keys() == ours.keys() - OF_OUTPUTS
@@ -218,7 +212,7 @@ def test_padding_and_empty_micro_batches_add_nothing_to_the_router_statistic(pad
     assert len(batches) == 5
     assert len(filled) == 3
     assert not padding or all((batch["input_ids"][0, -4:] == 0).all() for batch in filled), "no padding"
-    losses, gradient = gradients(trainer, trainer.compute_loss, batches, num_items)
+    losses, gradient = gradients(trainer, batches, num_items)
     nll = sum(-trainer.model(**batch, fused_lm_head=True).log_probs.sum().item() for batch in filled) / num_items.item()
     expected = nll + np.mean([statistic(trainer, batch) for batch in filled])
     assert losses.sum().item() == pytest.approx(expected, rel=1e-5)
@@ -241,25 +235,7 @@ def test_padding_adds_nothing_to_the_router_statistic_of_an_evaluation(tmp_path)
 
 def lengths_of(batch):
     """Return the lengths of the documents of a batch; padding is left out."""
-    if "seq_idx" not in batch:
-        return batch["attention_mask"].sum(1).tolist()
-    lengths = batch["cu_seq_lens_q"].diff().tolist()
-    pairs = zip(lengths, batch["labels"][0].split(lengths), strict=True)
-    return [length for length, labels in pairs if (labels != -100).any()]
-
-
-def recorded(trainer):
-    """Notes every micro-batch that is trained."""
-    batches_seen = []
-    fetch = trainer.get_batch_samples
-
-    def noting(*args):
-        batches, num_items = fetch(*args)
-        batches_seen.extend(map(dict, batches))
-        return batches, num_items
-
-    trainer.get_batch_samples = noting
-    return batches_seen
+    return [len(tokens) for tokens, labels in documents_of(batch) if any(label >= 0 for label in labels)]
 
 
 FILLED = {"packing_strategy": "minibatch", "pad_to_multiple_of": 64}
@@ -269,33 +245,27 @@ FILLED = {"packing_strategy": "minibatch", "pad_to_multiple_of": 64}
 def test_what_is_logged_is_right(settings, tmp_path):
     """Loss, entropy and accuracy are those of TRL, which `test_equivalence.py` compares."""
     logs = {"logging_steps": 2, "include_num_input_tokens_seen": "non_padding", "peak_tflops": 0.5}
-    saves = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
+    saves = {"save_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     trainer = build_trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
-    batches_seen = recorded(trainer)
+    steps = record_steps(trainer)
     trainer.train()
     num_tokens = 0
-    at = 0
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = log_of_steps(trainer)
     assert len(logs) == trainer.state.global_step // 2 > 1
-    for entry in logs:
-        window = batches_seen[at : at + 6]
-        at = at + 6
-        lengths = [n for batch in window for n in lengths_of(batch)]
+    for i, entry in enumerate(logs):
+        window = steps[2 * i] + steps[2 * i + 1]
+        lengths = [length for batch in window for length in lengths_of(batch)]
         tokens = sum(lengths)
         num_tokens += tokens
-        assert entry["documents_per_step"] == pytest.approx(len(lengths) / 2, abs=0.01)
         assert entry["num_tokens"] == entry["num_input_tokens_seen"] == num_tokens
-        filled = [batch for batch in window if (batch["labels"] != -100).any()]
         room = sum(batch["input_ids"].numel() for batch in window)
         if not settings.keys() & {"packing_strategy", "packing"}:
-            room = len(filled) * 2 * 64
+            room = sum(bool((batch["labels"] != -100).any()) for batch in window) * 2 * 64
         assert entry["efficiency"] == pytest.approx(tokens / room, abs=1e-4)
         costs = make_cost_model(trainer.model.config)(np.array(lengths))
         rate = entry["tflops_per_second_per_rank"] / entry["tokens_per_second"]  # the time cancels
         assert rate == pytest.approx(3 * costs.sum() / tokens / 1e12, rel=2e-3)
         assert entry["mfu"] == pytest.approx(entry["tflops_per_second_per_rank"] / 0.5, rel=1e-3)
-    if trainer.state.global_step % 2 == 0:
-        assert num_tokens == 2 * sum(map(len, trainer.train_dataset["input_ids"]))
     end = trainer.state.log_history[-1]
     assert end["train_samples_per_second"] == pytest.approx(48 / end["train_runtime"], rel=1e-3)
 
@@ -315,9 +285,8 @@ def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_p
     logs = []
     for kind, config_of_kind in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
         subclass = type("Own", (OwnLabels, kind), {})
-        trainer = build_trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **config_of_kind)
-        trainer.train()
-        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        trainer = run_training(tmp_path, halves(), trainer_class=subclass, max_steps=3, **config_of_kind)
+        logs.append(log_of_steps(trainer))
     assert len(logs[0]) == 3
     for ours, expected in zip(*logs, strict=True):
         for name in ("loss", "entropy", "mean_token_accuracy"):
@@ -340,17 +309,17 @@ def test_the_last_line_is_of_the_whole_training(tmp_path):
     rows = halves().add_column("source", [f"s{i % 2}" for i in range(24)])
     settings = {"logging_steps": 4, "max_steps": 5, "gradient_accumulation_steps": 2, "source_column": "source"}
     trainer = build_trainer(tmp_path, rows, learning_rate=0.0, **settings)
-    batches_seen = recorded(trainer)
+    steps = record_steps(trainer)
     metrics = trainer.train().metrics
-    (window,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    lengths = [length for batch in batches_seen for length in lengths_of(batch)]
-    trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches_seen)
+    (window,) = log_of_steps(trainer)
+    lengths = [[length for batch in step for length in lengths_of(batch)] for step in steps]
+    trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for step in steps for batch in step)
     assert metrics["trained_tokens"] == trained
     assert trained > window["trained_tokens"]
-    assert metrics["documents_per_step"] == pytest.approx(len(lengths) / 5, abs=0.01)
+    assert metrics["documents_per_step"] == pytest.approx(sum(map(len, lengths)) / 5, abs=0.01)
     assert metrics["trained_tokens/s0"] + metrics["trained_tokens/s1"] == trained
-    seconds = sum(lengths) / metrics["tokens_per_second"]
-    of_window = sum(length for batch in batches_seen[:8] for length in lengths_of(batch)) / window["tokens_per_second"]
+    seconds = sum(map(sum, lengths)) / metrics["tokens_per_second"]
+    of_window = sum(map(sum, lengths[:4])) / window["tokens_per_second"]
     assert of_window < seconds < metrics["train_runtime"]
     assert trainer.state.log_history[-1]["tokens_per_second"] == metrics["tokens_per_second"]
 
@@ -367,24 +336,21 @@ def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
     if is_slow:
         trainer.data_collator = slow
     trainer.train()
-    shares = [entry["data_wait"] for entry in trainer.state.log_history if "loss" in entry]
+    shares = [entry["data_wait"] for entry in log_of_steps(trainer)]
     assert len(shares) == 2
     assert all(0 <= share <= 1 for share in shares)
     assert (min(shares) > 0.5) is is_slow
 
 
 def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
-    trainer = build_trainer(
-        tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1
-    )
-    batches_seen = recorded(trainer)
+    trainer = build_trainer(tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_steps=1)
+    steps = record_steps(trainer)
     at_checkpoint = []
 
     class Save(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            at_checkpoint.append(
-                (trainer._total_train_tokens, sum(batch["input_ids"].numel() for batch in batches_seen))
-            )
+            num_tokens = sum(batch["input_ids"].numel() for step in steps for batch in step)
+            at_checkpoint.append((trainer._total_train_tokens, num_tokens))
 
     trainer.add_callback(Save())
     trainer.train()
@@ -422,9 +388,8 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
     model_type, config, has_router = EXPERTS_IN_CONFIG[name]
     model = build_tiny_model(model_type, **config)
     assert model.config.router_aux_loss_coef > 0  # which TRL would weigh a router loss with
-    trainer = build_trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
-    trainer.train()
-    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer = run_training(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
+    (log,) = log_of_steps(trainer)
     assert np.isfinite(log["loss"])
     assert ("aux_loss" in log) == has_router
     if not has_router:
@@ -440,7 +405,7 @@ def test_routers_whose_logits_are_not_returned_train_without_their_loss(model_ty
     with nullcontext() if is_returned else pytest.warns(UserWarning, match="does not return the logits of its routers"):
         trainer = build_trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
     trainer.train()
-    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    (log,) = log_of_steps(trainer)
     assert np.isfinite(log["loss"])
     if not is_returned:
         assert "aux_loss" not in log

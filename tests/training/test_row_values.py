@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, concatenate_datasets, load_from_disk
+from support.chats import answer, user
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, weight_difference
-from support.runs import build_trainer, config, start_weights, texts, weights
-from support.runs import documents_of as packed_documents
-from test_objective import first_step
+from support.runs import (
+    build_trainer,
+    config,
+    gradient_of,
+    log_of_steps,
+    record_steps,
+    run_training,
+    start_weights,
+    texts,
+    weights,
+    weights_of,
+)
+from support.runs import documents_of as tokens_and_labels_of
+from test_objective import first_step, gradients
 
-from trl_packfix import SFTTrainer
-from trl_packfix.cli import main as trl_packfix
+from trl_packfix.cli import main
 from trl_packfix.data.row_values import MAX_SOURCES
 
 pytestmark = pytest.mark.slow
@@ -48,13 +59,8 @@ def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
 
     Each document has the weight and the source of its row.
     """
-    if "cu_seq_lens_q" in batch:
-        pairs = packed_documents(batch)
-    else:
-        padded = zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool(), strict=True)
-        pairs = [(tokens[real].tolist(), labels[real].tolist()) for tokens, labels, real in padded]
     documents = []
-    for tokens, labels in pairs:
+    for tokens, labels in tokens_and_labels_of(batch):
         if set(labels[1:]) - {-100}:
             (row,) = [row for row in rows if str(tokens)[1:-1] in str(row["input_ids"])]
             documents.append(Document(tokens, labels, row["share"], row["source"]))
@@ -111,24 +117,6 @@ COLUMNS = {"weight_column": "share", "source_column": "source"}
 SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 
 
-class Recorded(SFTTrainer):
-    """Notes the documents of every optimizer step, and the keys of what reaches the model."""
-
-    def get_batch_samples(self, *args):
-        batches, num_items = super().get_batch_samples(*args)
-        if batches:
-            self.steps.append([document for batch in batches for document in documents_of(batch, LIST)])
-        return batches, num_items
-
-
-def recorded(folder, dataset=ROWS, **settings):
-    trainer = build_trainer(
-        folder, dataset, trainer_class=Recorded, **{"gradient_accumulation_steps": 2} | SGD | settings
-    )
-    trainer.steps = []
-    return trainer
-
-
 # One step, in fp64
 
 
@@ -160,34 +148,29 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     documents = [document for batch in batches for document in documents_of(batch, LIST)]
     assert len(documents) > 8
     assert len({document.weight for document in documents}) == 5
-    total = 0.0
-    for batch in batches:
-        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(dict(batch)), num_items_in_batch=num_items)
-        loss.backward()
-        total += loss.item()
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    losses, gradient = gradients(trainer, batches, num_items)
     of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
-    errors = []
-    other_weighting = {"token": "document", "document": "token"}[weighting]
-    is_weighted = "weight_column" not in settings
-    for weighting_used in ((weighting, is_weighted), (weighting, not is_weighted), (other_weighting, is_weighted)):
+
+    def errors(weighting, is_weighted):
         reference.zero_grad()
-        loss = loss_by_hand(reference, documents, *weighting_used, **of_loss)
+        loss = loss_by_hand(reference, documents, weighting, is_weighted, **of_loss)
         loss.backward()
-        expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
-        errors.append((((gradient - expected).norm() / expected.norm()).item(), abs(total - loss.item())))
-    print(errors)
-    assert max(errors[0]) < 1e-6  # TRL takes logarithms in fp32
-    assert min(errors[1][0], errors[2][0]) > 0.05, "the weights change nothing here"
+        expected = gradient_of(reference)
+        return float((gradient - expected).norm() / expected.norm()), abs(losses.sum().item() - loss.item())
+
+    is_weighted = "weight_column" not in settings
+    other_weighting = {"token": "document", "document": "token"}[weighting]
+    assert max(errors(weighting, is_weighted)) < 1e-6  # TRL takes logarithms in fp32
+    assert min(errors(weighting, not is_weighted)[0], errors(other_weighting, is_weighted)[0]) > 0.05, (
+        "the weights change nothing here"
+    )
 
 
 # Whole runs
 
 
 def trained(folder, dataset, **settings):
-    trainer = build_trainer(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
-    trainer.train()
-    return trainer
+    return run_training(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -201,10 +184,8 @@ def test_unset_nothing_changes_to_the_bit(packing, tmp_path):
 
 
 def test_a_step_of_weight_0_trains_nothing(tmp_path):
-    values = [0.0] * (len(ROWS) - 1) + [1.0]
-    dataset = ROWS.remove_columns("share").add_column("share", values)
-    trainer = build_trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
-    trainer.train()
+    dataset, _ = column("weight_column", [0.0] * (NUM - 1) + [1.0])
+    trainer = run_training(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
     assert trainer.state.log_history[1]["loss"] == 0.0
     assert torch.equal(weights(trainer), start_weights())
 
@@ -216,14 +197,12 @@ def test_a_step_of_weight_0_trains_nothing(tmp_path):
 def test_evaluation_has_a_loss_per_source(packing, tmp_path):
     test = weighted_rows(20, seed=1)
     datasets = {"one": test, "plain": test.remove_columns("source")}
-    options = {"eval_dataset": datasets, "compute_metrics": lambda _: {}}
-    expected = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")[1][0]
+    _, ((expected),) = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")
     for eval_packing in (True, False):
-        trainer = build_trainer(
-            tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=options, **COLUMNS
-        )
-        for metric in (options["compute_metrics"], None):  # with a metric, full logits are computed
-            trainer.compute_metrics = metric
+        settings = {"packing": packing, "eval_packing": eval_packing, "eval_dataset": datasets} | COLUMNS
+        trainer = build_trainer(tmp_path, ROWS, compute_metrics=lambda _: {}, **settings)
+        for compute_metrics in (trainer.compute_metrics, None):  # with a metric, full logits are computed
+            trainer.compute_metrics = compute_metrics
             metrics = trainer.evaluate()
             losses = {name: metrics.get(f"eval_one_loss/{name}") for name in SOURCES}
             assert losses == pytest.approx(expected, rel=1e-5)
@@ -236,21 +215,18 @@ def test_evaluation_has_a_loss_per_source(packing, tmp_path):
 
 
 def all_documents(rows):
-    tensors = [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
-    masks = [torch.ones_like(tensor["input_ids"]) for tensor in tensors]
-    pairs = zip(tensors, masks, strict=True)
-    return [document for row, mask in pairs for document in documents_of(row | {"attention_mask": mask}, list(rows))]
+    documents = [Document(row["input_ids"], row["labels"], row["share"], row["source"]) for row in rows]
+    return [document for document in documents if set(document.labels[1:]) - {-100}]
 
 
 def test_sources_may_be_classes_or_numbers(tmp_path):
     classes = ROWS.cast_column("source", ClassLabel(names=["chat", "code", "math", "unused"]))
     numbers = ROWS.remove_columns("source").add_column("source", [SOURCES.index(name) for name in ROWS["source"]])
-    names = []
-    for dataset, packing in ((classes, True), (classes, False), (numbers, True), (numbers, False)):
-        trainer = trained(tmp_path, dataset.shuffle(seed=0), packing=packing, source_column="source")
-        logged = {key for entry in trainer.state.log_history for key in entry}
-        names.append({key.removeprefix("loss/") for key in logged if key.startswith("loss/")})
-    assert names == [set(SOURCES)] * 2 + [{"0", "1", "2"}] * 2
+    for dataset, names in ((classes, set(SOURCES)), (numbers, {"0", "1", "2"})):
+        for packing in (True, False):
+            trainer = trained(tmp_path, dataset.shuffle(seed=0), packing=packing, source_column="source")
+            logged = {key for entry in log_of_steps(trainer) for key in entry}
+            assert {key.removeprefix("loss/") for key in logged if key.startswith("loss/")} == names
 
 
 # Streams and prepared tables
@@ -259,16 +235,18 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
 @pytest.mark.parametrize("is_stream, weighting", [(True, "token"), (False, "token"), (False, "document")])
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_run_and_its_restart_are_the_loop_by_hand(packing, is_stream, weighting, tmp_path):
-    common = {"max_steps": 6, "packing": packing, "document_weighting": weighting} | COLUMNS
+    common = {"max_steps": 6, "packing": packing, "document_weighting": weighting, "gradient_accumulation_steps": 2}
+    common |= COLUMNS | SGD
     data = ROWS.to_iterable_dataset(2) if is_stream else ROWS
-    unbroken = recorded(tmp_path, data, save_strategy="steps", save_steps=3, **common)
+    unbroken = build_trainer(tmp_path, data, save_steps=3, **common)
+    batches_of_steps = record_steps(unbroken)
     unbroken.train()
     model = build_tiny_model()
-    assert {document.weight for step in unbroken.steps for document in step} > {0.0, 7.0}
-    losses, by_source = train_by_hand(model, unbroken.steps, 0.5, weighting)
-    by_hand = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert weight_difference(weights(unbroken), by_hand, start_weights()) < 5e-5
-    entries = [entry for entry in unbroken.state.log_history if "loss" in entry]
+    steps = [[document for batch in step for document in documents_of(batch, LIST)] for step in batches_of_steps]
+    assert {document.weight for step in steps for document in step} > {0.0, 7.0}
+    losses, by_source = train_by_hand(model, steps, 0.5, weighting)
+    assert weight_difference(weights(unbroken), weights_of(model), start_weights()) < 5e-5
+    entries = log_of_steps(unbroken)
     assert len(entries) == 6
     assert loss_difference([entry["loss"] for entry in entries], losses) < 1e-5
     assert min(map(len, by_source)) < len(SOURCES) or not is_stream, "no step lacks a source"
@@ -277,14 +255,13 @@ def test_a_run_and_its_restart_are_the_loop_by_hand(packing, is_stream, weightin
         tokens = [value for key, value in entry.items() if key.startswith("trained_tokens/")]
         assert len(tokens) == len(expected)
         assert sum(tokens) == entry["trained_tokens"]
-    resumed = recorded(tmp_path / "resumed", data, **common)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed = run_training(tmp_path / "resumed", data, **common, checkpoint=tmp_path / "checkpoint-3")
     assert torch.equal(weights(unbroken), weights(resumed))
-    again = [entry for entry in resumed.state.log_history if "loss" in entry]
-    names = [name for name in entries[-1] if name.startswith(("loss", "trained_tokens"))]
-    assert [[entry.get(name) for name in names] for entry in again[-3:]] == [
-        [entry.get(name) for name in names] for entry in entries[-3:]
-    ]
+
+    def counted(entries):
+        return [{name: entry[name] for name in entry if name.startswith(("loss", "trained_"))} for entry in entries]
+
+    assert counted(log_of_steps(resumed)[-3:]) == counted(entries[-3:])
 
 
 @pytest.mark.processes
@@ -296,16 +273,14 @@ def test_sources_of_an_unpacked_stream_are_those_of_the_table(tmp_path):
     stream = concatenate_datasets(shards).to_iterable_dataset(2)
     common = {"max_steps": 5, "packing": False, "per_device_train_batch_size": 2, "dataloader_num_workers": 2}
     common |= {"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"} | SGD | COLUMNS
-    trainers = [build_trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]
-    for trainer in trainers:
-        trainer.train()
-    entries = [
-        [{name: value for name, value in entry.items() if "/" in name} for entry in trainer.state.log_history]
-        for trainer in trainers
-    ]
-    assert entries[0] == entries[1]
-    assert {name for entry in entries[0] for name in entry} >= {f"loss/{name}" for name in SOURCES}
-    assert torch.equal(*map(weights, trainers))
+    of_table, of_stream = (run_training(tmp_path, rows, **common) for rows in (table, stream))
+    entries, entries_of_stream = (
+        [{name: value for name, value in entry.items() if "/" in name} for entry in log_of_steps(trainer)]
+        for trainer in (of_table, of_stream)
+    )
+    assert entries == entries_of_stream
+    assert {name for entry in entries for name in entry} >= {f"loss/{name}" for name in SOURCES}
+    assert torch.equal(weights(of_table), weights(of_stream))
 
 
 def column(name, values, **settings):
@@ -342,30 +317,24 @@ def test_a_prepared_table_keeps_the_columns(tmp_path):
     raw = texts(24).add_column("share", ROWS["share"]).add_column("source", ROWS["source"])
     raw.to_parquet(tmp_path / "rows.parquet")
     words = ["prepare", str(tmp_path / "rows.parquet"), "--tokenizer", str(tokenizer), "--output"]
-    assert trl_packfix([*words, str(tmp_path / "plain")]) == 0
-    flags = ["--weight-column", "share", "--source_column", "source"]
-    assert trl_packfix([*words, str(tmp_path / "with"), *flags]) == 0
-    assert load_from_disk(tmp_path / "plain").column_names == ["input_ids", "labels"]
-    table = load_from_disk(tmp_path / "with")
+    assert main([*words, str(tmp_path / "table"), "--weight-column", "share", "--source_column", "source"]) == 0
+    table = load_from_disk(tmp_path / "table")
     assert set(table.column_names) == {"input_ids", "labels", "share", "source"}
     assert table["share"] == raw["share"]
 
 
 def test_dropped_rows_take_their_weights_with_them(tmp_path):
     """Rows that cannot be tokenised, or have nothing to train, do not shift the weights of others."""
-    rows = [{"messages": [{"role": "user", "content": "why"}], "share": 9.0, "source": "x"}] * 3
-    answer = {"role": "assistant", "content": "because"}
-    rows += [
-        {"messages": [{"role": "user", "content": "a" * i}, answer], "share": 1.0, "source": "y"} for i in range(9)
-    ]
-    rows.insert(5, {"messages": [{"role": "user", "content": None}, answer], "share": 9.0, "source": "z"})
+    rows = [{"messages": [user("why")], "share": 9.0, "source": "x"}] * 3
+    because = answer("because")
+    rows += [{"messages": [user("a" * i), because], "share": 1.0, "source": "y"} for i in range(9)]
+    rows.insert(5, {"messages": [user(None), because], "share": 9.0, "source": "z"})
     for packing in (True, False):
         settings = {"bad_rows": "drop", "assistant_only_loss": True, "packing": packing, "shuffle_dataset": True}
         trainer = build_trainer(tmp_path, Dataset.from_list(rows), per_device_train_batch_size=9, **COLUMNS | settings)
         batches, _ = first_step(trainer)
         for batch in batches:
-            trained_tokens = (batch["labels"][:, 1:] != -100).sum()
-            assert trained_tokens
+            assert (batch["labels"][:, 1:] != -100).any()
             assert set(batch["document_weights"].tolist()) == {1.0}
 
 
@@ -394,20 +363,17 @@ def test_what_cannot_work_is_refused(name, tmp_path):
 
 
 def test_too_many_sources_are_refused(tmp_path):
-    def dataset(num):
-        return Dataset.from_dict({"input_ids": [[5, 6, 7]] * num, "id": [f"row {i}" for i in range(num)]})
-
-    message = rf"it has {MAX_SOURCES + 1} different values \(row 0, .*at most {MAX_SOURCES}"
+    num = MAX_SOURCES + 1
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7]] * num, "id": [f"row {i}" for i in range(num)]})
+    message = rf"it has {num} different values \(row 0, .*at most {MAX_SOURCES}"
     with pytest.raises(ValueError, match=message):
-        build_trainer(tmp_path, dataset(MAX_SOURCES + 1), source_column="id")
-    assert build_trainer(tmp_path, dataset(MAX_SOURCES), source_column="id")
+        build_trainer(tmp_path, data, source_column="id")
+    assert build_trainer(tmp_path, data.select(range(MAX_SOURCES)), source_column="id")
 
 
 def test_an_evaluation_set_with_a_bad_source_is_refused_before_training(tmp_path):
     test = ROWS.remove_columns("source").add_column("source", np.linspace(0, 1, NUM).astype(np.float32))
-    trainer = build_trainer(
-        tmp_path, ROWS, eval_strategy="epoch", trainer_kwargs={"eval_dataset": test}, source_column="source"
-    )
+    trainer = build_trainer(tmp_path, ROWS, eval_strategy="epoch", eval_dataset=test, source_column="source")
     with pytest.raises(ValueError, match="in the evaluation dataset this column has type float"):
         trainer.train()
     assert trainer.state.global_step == 0
