@@ -5,7 +5,6 @@ Accumulation is 3, and the last step of the epoch has fewer micro-batches, so a 
 """
 
 import copy
-import logging
 from math import isfinite
 
 import numpy as np
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from support.features import needs
 from support.models import build_tiny_model
-from support.runs import build_trainer, start_weights, stock, weights
+from support.runs import build_trainer, log_of_steps, record_steps, run_training, start_weights, stock, weights
 from support.user_code import USER_CODE, with_mean, with_step, with_teacher
 from support.versions import trl_trains
 from transformers import TrainerCallback
@@ -48,20 +47,17 @@ SETTINGS |= {"num_train_epochs": 2, "gradient_accumulation_steps": 3, "seed": 7}
 SEVERAL = {"packing_strategy": "minibatch", "per_device_train_batch_size": 4, "max_steps": 1}
 
 
-def run_both(folder, name, data=None, **settings):
+def run_both(folder, user_code=USER_CODE[""], model="llama", prepare=lambda trainer: None, **settings):
     """Train with user code, packed by ours and unpacked by stock TRL, and return both runs."""
-    make_class, loss_func, _ = USER_CODE[name]
-    settings = SETTINGS | settings
-    data = documents() if data is None else data
-    extra = {"trainer_kwargs": {"compute_loss_func": loss_func}}
-    packed = build_trainer(
-        folder, data, trainer_class=make_class(SFTTrainer), packing_strategy="minibatch", **extra, **settings
-    )
-    config = {"config_class": trl.SFTConfig, "packing": False}
-    unpacked = build_trainer(folder, data, trainer_class=make_class(trl.SFTTrainer), **config, **extra, **settings)
-    for trainer in (packed, unpacked):
+    make_class, loss_func, _ = user_code
+    settings = SETTINGS | {"compute_loss_func": loss_func} | settings
+    packed = {"trainer_class": make_class(SFTTrainer), "packing_strategy": "minibatch"}
+    unpacked = {"trainer_class": make_class(trl.SFTTrainer), "config_class": trl.SFTConfig, "packing": False}
+    trainers = [build_trainer(folder, documents(), model, **settings | kind) for kind in (packed, unpacked)]
+    for trainer in trainers:
+        prepare(trainer)
         trainer.train()
-    return packed, unpacked
+    return trainers
 
 
 def difference(packed, unpacked, model_type="llama"):
@@ -73,11 +69,9 @@ def difference(packed, unpacked, model_type="llama"):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (*_, is_mean) in USER_CODE.items() if not is_mean])
 def test_user_code_that_sums_trains_as_unpacked(name, tmp_path):
-    packed, unpacked = run_both(tmp_path, name, per_device_train_batch_size=4)
+    packed, unpacked = run_both(tmp_path, USER_CODE[name], per_device_train_batch_size=4)
     assert difference(packed, unpacked) < 5e-6
-    losses = [
-        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (packed, unpacked)
-    ]
+    losses = [[entry["loss"] for entry in log_of_steps(trainer)] for trainer in (packed, unpacked)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -85,14 +79,9 @@ def test_user_code_that_sums_trains_as_unpacked(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name, (*_, is_mean) in USER_CODE.items() if is_mean])
 def test_means_of_one_document_train_as_unpacked(name, tmp_path):
     """If each micro-batch has one document, both runs take the same means. Dummies of the last step must not count."""
-    packed, unpacked = run_both(tmp_path, name, per_device_train_batch_size=1)
+    packed, unpacked = run_both(tmp_path, USER_CODE[name], per_device_train_batch_size=1)
     assert len(packed.train_dataset) % 3 != 0, "no dummy"
     assert difference(packed, unpacked) < 5e-6
-
-
-def tokens_of_steps(trainer):
-    """Return the tokens trained up to each step."""
-    return [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.slow
@@ -100,33 +89,26 @@ def tokens_of_steps(trainer):
 def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
     """Packs as they come would be 2.0 of an update away from the unpacked run (micro-batches of 143, 145, 4 tokens)."""
     settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4}
-    steps = []
-
-    class Noting(with_mean(SFTTrainer)):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            steps.append((self.state.global_step, int((inputs["labels"] != -100).sum())))
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    trainer = build_trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
+    options = {"trainer_class": with_mean(SFTTrainer), "packing_strategy": strategy}
+    trainer = build_trainer(tmp_path, documents(), **options, **settings)
+    steps = record_steps(trainer)
     trainer.train()
-    for step in range(trainer.state.global_step):
-        counts = [count for at, count in steps if at == step]
+    for step in steps:
+        counts = [int((batch["labels"] != -100).sum()) for batch in step]
+        counts = [count for count in counts if count]  # without dummies
         assert len(counts) > 1, "a step of one micro-batch is even"
         assert max(counts) < 1.1 * min(counts)
     if strategy == "minibatch":
         unpacked = stock(tmp_path, documents(), **settings)
         unpacked.train()
-        ours, theirs = (tokens_of_steps(any_trainer) for any_trainer in (trainer, unpacked))
-        assert ours == theirs
+        tokens, expected = ([entry["num_tokens"] for entry in log_of_steps(run)] for run in (trainer, unpacked))
+        assert tokens == expected
 
 
 def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "trl_packfix"):
-        trainer = build_trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
-        trainer.train()
-    schedule = trainer.data.source.planner.schedule(0)
-    trained = trainer.data.source.documents.trained
-    _, _, gap = uneven_weights(schedule, trained)
+    trainer = run_training(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
+    source = trainer.data.source
+    _, _, gap = uneven_weights(source.planner.schedule(0), source.documents.trained)
     (text,) = [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
     assert text.startswith("`MeanLoss.compute_loss` computes the loss of packs. In the first epoch they hold ")
     assert f"counts up to {gap:.0%} more or less" in text
@@ -134,19 +116,15 @@ def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
 
 
 def test_nothing_is_said_without_user_code_or_of_steps_of_one_micro_batch(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "trl_packfix"):
-        build_trainer(tmp_path, documents(), max_steps=1, gradient_accumulation_steps=3).train()
-        build_trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1).train()
+    run_training(tmp_path, documents(), max_steps=1, gradient_accumulation_steps=3)
+    run_training(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1)
     assert not [record for record in caplog.records if "micro-batch" in record.getMessage()]
 
 
 def test_uneven_weights_are_those_of_a_mean_of_means():
     """Micro-batches of 10 and 30 trained tokens, then 20 and a dummy: 1/10 and 1/30 for 2/40 each."""
     schedule = Schedule(np.arange(3), np.array([0, 1, 2, 3, 3]), accumulation=2, world_size=1)
-    most_trained, fewest, gap = uneven_weights(schedule, np.array([10, 30, 20]))
-    assert most_trained == 30
-    assert fewest == 10
-    assert gap == pytest.approx(1.0)
+    assert uneven_weights(schedule, np.array([10, 30, 20])) == pytest.approx((30, 10, 1.0))
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30), st.integers(1, 5))
@@ -187,10 +165,9 @@ def test_a_loader_of_the_users_own_is_refused(tmp_path):
             loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
             return self.accelerator.prepare(loader)
 
-    with pytest.raises(
-        ValueError, match=r"`OwnLoader.get_train_dataloader`, which does not call .* given with packing"
-    ):
-        build_trainer(tmp_path, documents(), trainer_class=OwnLoader).train()
+    message = r"`OwnLoader.get_train_dataloader`, which does not call .* given with packing"
+    with pytest.raises(ValueError, match=message):
+        run_training(tmp_path, documents(), trainer_class=OwnLoader)
 
 
 def test_a_loader_that_wraps_ours_trains(tmp_path):
@@ -202,45 +179,33 @@ def test_a_loader_that_wraps_ours_trains(tmp_path):
 
 
 def test_the_report_says_that_the_users_step_is_not_tested(tmp_path):
-    trainer = build_trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
-    trainer.train()
+    trainer = run_training(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
     assert "without OwnStep.training_step, which is not tested" in trainer.packing_report.first_step
 
 
 # Other models in a step
 
 
-def run_with_teacher(folder, base, model_type, prepares=True, **settings):
-    trainer = build_trainer(
-        folder,
-        documents(),
-        model_type,
-        trainer_class=with_teacher(base),
-        **SETTINGS | {"num_train_epochs": 1} | settings,
-    )
-    trainer.teacher = build_tiny_model(model_type, seed=9).eval()
-    if base is SFTTrainer and prepares:
-        prepare_for_packing(trainer.teacher, max_length=64)
-    trainer.train()
-    return trainer
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "opt"])
 def test_a_prepared_teacher_teaches_each_document(model_type, tmp_path):
     """OPT's positions ignore `position_ids`, so documents of a pack would see each other in an unprepared teacher."""
-    packed = run_with_teacher(tmp_path, SFTTrainer, model_type, packing_strategy="minibatch")
-    unpacked = run_with_teacher(
-        tmp_path, trl.SFTTrainer, model_type, config_class=trl.SFTConfig, packing=False, max_length=64
-    )
-    assert difference(packed, unpacked, model_type) < 1e-5
+
+    def add_teacher(trainer):
+        trainer.teacher = build_tiny_model(model_type, seed=9).eval()
+        if isinstance(trainer, SFTTrainer):
+            prepare_for_packing(trainer.teacher, max_length=64)
+
+    trainers = run_both(tmp_path, (with_teacher, None, False), model_type, add_teacher, num_train_epochs=1)
+    assert difference(*trainers, model_type) < 1e-5
 
 
 def test_an_unprepared_teacher_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM was called .* a pack of \d+ documents.*prepare_for_packing"
-    ):
-        run_with_teacher(tmp_path, SFTTrainer, "llama", prepares=False, **SEVERAL)
+    trainer = build_trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
+    trainer.teacher = build_tiny_model(seed=9).eval()
+    message = r"LlamaForCausalLM was called .* a pack of \d+ documents.*prepare_for_packing"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
 
 
 def test_the_trained_model_without_boundaries_is_refused(tmp_path):
@@ -249,7 +214,7 @@ def test_the_trained_model_without_boundaries_is_refused(tmp_path):
             return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
 
     with pytest.raises(ValueError, match=r"without their boundaries.*model\(\*\*inputs\)"):
-        build_trainer(tmp_path, documents(), trainer_class=WithoutBoundaries, **SEVERAL).train()
+        run_training(tmp_path, documents(), trainer_class=WithoutBoundaries, **SEVERAL)
 
 
 def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path):
@@ -292,14 +257,10 @@ class SetsAttention(TrainerCallback):
 @pytest.mark.slow
 def test_attention_that_a_callback_sets_is_set_back_in_packs(tmp_path):
     """On OPT sdpa lets documents of packs see each other, which changes 0.1 of an update and more."""
-    settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    extra = {"trainer_kwargs": {"callbacks": [SetsAttention()]}}
-    packed = build_trainer(tmp_path, documents(), "opt", packing_strategy="minibatch", **extra, **settings)
+    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     with pytest.warns(UserWarning, match=r"attn_implementation='sdpa' was set .*'packfix_varlen' is set again"):
-        packed.train()
-    unpacked = stock(tmp_path, documents(), "opt", **extra, **settings)
-    unpacked.train()
-    assert difference(packed, unpacked, "opt") < 1e-5
+        trainers = run_both(tmp_path, model="opt", callbacks=[SetsAttention()], **settings)
+    assert difference(*trainers, "opt") < 1e-5
 
 
 class Swaps(TrainerCallback):
@@ -326,17 +287,14 @@ class Shifted(torch.nn.Module):
 
 
 def test_a_module_that_a_callback_swaps_in_is_tested(tmp_path, caplog):
-    swaps = {"trainer_kwargs": {"callbacks": [Swaps(copy.deepcopy)]}}
-    with caplog.at_level(logging.WARNING, "trl_packfix"):
-        build_trainer(tmp_path, documents(), max_steps=3, **swaps).train()
+    run_training(tmp_path, documents(), max_steps=3, callbacks=[Swaps(copy.deepcopy)])
     (text,) = [record.getMessage() for record in caplog.records if "were changed" in record.getMessage()]
     assert text.startswith("Modules of LlamaForCausalLM were changed before optimizer step 2, so documents in packs")
 
 
 def test_a_leaking_module_that_a_callback_swaps_in_is_refused(tmp_path):
-    swaps = {"trainer_kwargs": {"callbacks": [Swaps(Shifted)]}}
     with pytest.raises(PackingLeakError):
-        build_trainer(tmp_path, documents(), max_steps=3, on_leak="raise", **swaps).train()
+        run_training(tmp_path, documents(), max_steps=3, on_leak="raise", callbacks=[Swaps(Shifted)])
 
 
 # Hooks that the tests before the first step meet
@@ -393,13 +351,9 @@ def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay(
 @trl_trains
 @pytest.mark.parametrize("register", [fuse_optimizer, schedule_gradients])
 def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_path):
-    settings = SETTINGS | {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     settings["learning_rate"] = 0.0 if register is fuse_optimizer else 0.05
-    packed = build_trainer(tmp_path, documents(), packing_strategy="minibatch", **settings)
-    unpacked = stock(tmp_path, documents(), **settings)
-    for trainer in (packed, unpacked):
-        register(trainer)
-        trainer.train()
+    packed, unpacked = run_both(tmp_path, prepare=register, **settings)
     assert packed.num_hooked == unpacked.num_hooked > 0
     assert difference(packed, unpacked) < 1e-5
     assert f"hooks on gradients left out: {register.__name__}" in packed.packing_report.first_step
@@ -431,8 +385,5 @@ def test_a_forward_hook_that_trains_is_refused(tmp_path):
 
 def test_no_hooks_are_named_without_any(tmp_path):
     """Neither those of this package nor those of the libraries."""
-    trainer = build_trainer(
-        tmp_path, documents(), max_steps=1, trainer_kwargs={"peft_config": LoraConfig(target_modules=["q_proj"])}
-    )
-    trainer.train()
+    trainer = run_training(tmp_path, documents(), max_steps=1, peft_config=LoraConfig(target_modules=["q_proj"]))
     assert "hook" not in trainer.packing_report.first_step
