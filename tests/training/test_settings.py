@@ -15,9 +15,9 @@ import trl
 from peft import LoraConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
-from support.runs import build_trainer, config, start_weights, texts, weights
+from support.runs import build_trainer, config, run_training, start_weights, texts, weights
 from support.versions import scores_tokens, selects_checkpoints
-from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers import BitsAndBytesConfig, TrainingArguments, logging
 from trl import ModelConfig
 
 import trl_packfix
@@ -138,32 +138,32 @@ KEEP_WEIGHTS = {
     | {"push_to_hub": False, "hub_model_id": "a/b", "hub_strategy": "end", "hub_token": "secret"}
     | {"hub_revision": "main"},
 }
-NEEDS = {"selective checkpointing": selects_checkpoints}
+MARKS = {"selective checkpointing": selects_checkpoints}
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> torch.Tensor:
-    trainer = build_trainer(tmp_path_factory.mktemp("plain"), texts(), **BASE)
-    trainer.train()
+    trainer = run_training(tmp_path_factory.mktemp("plain"), texts(), **BASE)
     assert weight_difference(weights(trainer), start_weights(), start_weights() + 1, 0) > 0
     return weights(trainer)
 
 
 @pytest.fixture
 def restored():
-    """Put back `full_determinism` and `tf32`, which are settings of the process."""
+    """Put back `full_determinism`, `tf32` and `log_level`, which are settings of the process."""
     yield
+    logging.set_verbosity_warning()
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("group", [pytest.param(name, marks=NEEDS.get(name, ())) for name in KEEP_WEIGHTS])
+@pytest.mark.parametrize("group", [pytest.param(name, marks=MARKS.get(name, ())) for name in KEEP_WEIGHTS])
 def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
     """To the bit, packed, with every setting of the group at another value than its default."""
     settings = KEEP_WEIGHTS[group]
     defaults = config(tmp_path)
-    options = {"trainer_kwargs": {"eval_dataset": texts(10, 1)}} if "eval_strategy" in settings else {}
+    options = {"eval_dataset": texts(10, 1)} if "eval_strategy" in settings else {}
     trainer = build_trainer(tmp_path, texts(), **BASE | settings | options)
     for name, value in settings.items():
         assert getattr(trainer.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
