@@ -8,7 +8,7 @@ import torch
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from support.models import build_tiny_model
-from support.runs import build_trainer, texts, weights
+from support.runs import build_trainer, run_training, texts, weights, weights_of
 from transformers import TrainerCallback
 
 from trl_packfix.attention.packed_forward import running_forward
@@ -113,7 +113,7 @@ def by_hand(rows, rate):
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter -= rate * parameter.grad
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -133,8 +133,7 @@ def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_new_tokens_that_the_first_step_has_not_are_trained_later(packing, tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5], task_type="CAUSAL_LM")
-    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"peft_config": config}, packing=packing, max_steps=1)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(), peft_config=config, packing=packing, max_steps=1)
     assert trainer.state.global_step == 1
 
 
@@ -145,8 +144,7 @@ def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
     skipped.forward = lambda states: states
     model.model.layers[1].mlp = torch.nn.Identity()
     model.model.layers[1].mlp.inner = skipped
-    trainer = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
     assert trainer.state.global_step == 1
 
 

@@ -218,7 +218,7 @@ def test_every_choice_is_made_and_nothing_else_is_chosen():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("feature, other", ROWS, ids=lambda each: getattr(each, "choice", each).name)
+@pytest.mark.parametrize("feature, other", ROWS, ids=lambda row: getattr(row, "choice", row).name)
 def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
     """Refuse a row in the constructor of the trainer, where it is not the engine or the first step that says it."""
     constructs = not {"accelerator", "user_loss", "user_loader"} & {*MADE[feature.choice], *MADE[other]}

@@ -102,8 +102,6 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
     assert report["documents_not_reached"] == len(last)
     assert report["tokens_not_reached"] == sum(tokens[i] for i in last)
     assert report["trained_tokens_not_reached"] == sum(tokens[i] - 1 for i in last)
-    assert report["num_tokens"] == sum(tokens)
-    assert report["documents_per_step"] * len(steps) == len(documents)
 
 
 # bf16

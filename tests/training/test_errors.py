@@ -8,7 +8,7 @@ import trl
 from datasets import Dataset, IterableDataset
 from peft import PromptTuningConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import ANSWER, PROMPT, build_trainer, config, texts
+from support.runs import ANSWER, PROMPT, build_trainer, config, run_training, texts
 from support.versions import scores_tokens
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
@@ -20,7 +20,7 @@ def tokenised(**columns):
     return Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]} | columns)
 
 
-PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
+SHARED = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
 
 # What is given, and the three parts of the message
 ARGUMENTS = [
@@ -36,9 +36,9 @@ ARGUMENTS = [
     ({"pad_documents_to_multiple_of": 0}, r"`pad_documents_to_multiple_of=0` was given"),
     ({"tokens_per_rank": 0}, "It is a count"),
     ({"tokens_per_rank": 1.5}, "It is a number of tokens"),
-    (PARTS | {"exchange_speeds": {"within": 0}}, r"each a number above 0, and 'within' is not"),
-    (PARTS | {"exchange_speeds": {"bandwidth": 1}}, r"by flops, within.*'bandwidth' is not one"),
-    (PARTS | {"exchange_speeds": "fast"}, "'fast' is not one of them"),
+    (SHARED | {"exchange_speeds": {"within": 0}}, r"each a number above 0, and 'within' is not"),
+    (SHARED | {"exchange_speeds": {"bandwidth": 1}}, r"by flops, within.*'bandwidth' is not one"),
+    (SHARED | {"exchange_speeds": "fast"}, "'fast' is not one of them"),
     ({"max_length": "512"}, r"`max_length='512'` was given\. It is a text.* Set `max_length` to 512, without quotes"),
     ({"learning_rate": "1e-5"}, r"`learning_rate='1e-5'` was given.* Set `learning_rate` to 1e-05, without quotes"),
     ({"bf16": "auto"}, r"`bf16='auto'` was given\. Any text counts as true.* Set `bf16` to True or False, or leave it"),
@@ -157,7 +157,7 @@ def test_rows_that_trl_does_not_prepare_are_checked_too(data, settings, message,
         build_trainer(tmp_path, data, **settings)
     for sets, name in ((data, "eval"), ({"a": good, "b": data}, "b")):
         with pytest.raises(ValueError, match=message.format(name)):
-            build_trainer(tmp_path, good, trainer_kwargs={"eval_dataset": sets}, **settings)
+            build_trainer(tmp_path, good, eval_dataset=sets, **settings)
     if len(data):  # `predict` prepares nothing
         trainer = build_trainer(tmp_path, good, **settings)
         for evaluate in (trainer.predict, trainer.evaluate):
@@ -176,7 +176,7 @@ def test_a_stream_without_rows_is_refused(settings, tmp_path):
         build_trainer(tmp_path, empty, max_steps=1, **settings)
     data = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
     with pytest.raises(ValueError, match="The eval dataset is an `IterableDataset` of 0 rows"):
-        build_trainer(tmp_path, data, trainer_kwargs={"eval_dataset": empty}, **settings)
+        build_trainer(tmp_path, data, eval_dataset=empty, **settings)
 
 
 def test_prompt_learning_is_refused_in_a_model_too(tmp_path):
@@ -220,46 +220,34 @@ def test_trl_below_the_floor_is_refused():
 
 
 def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
-    trainer = build_trainer(
-        tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096
-    )
-    trainer.train()
+    run_training(tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096)
     assert "32,768 tokens (batch size 8 x max_length 4,096)" in capsys.readouterr().out
     assert (tmp_path / "packing_report.json").exists()
-    assert isinstance(trainer.args, SFTConfig)
 
 
 @scores_tokens
 @pytest.mark.parametrize(
-    "settings_given",
+    "settings",
     [
         {"loss_type": "chunked_nll"},
         {"pad_token": "<|pad|>"},
         {"truncation_mode": "keep_end"},
         {"packing_strategy": "bfd-requeue"},
-        {"gradient_checkpointing": False},
         {},
     ],
     ids=str,
 )
-def test_deprecations_of_trl_are_passed_through(settings_given, tmp_path):
+def test_deprecations_of_trl_are_passed_through(settings, tmp_path):
     warned = []
     for kind in (trl.SFTConfig, SFTConfig):
-        settings = {
-            "packing": True,
-            "packing_strategy": "bfd",
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-        } | settings_given
         with warnings.catch_warnings(record=True) as warnings_found:
             warnings.simplefilter("always")
-            args = kind(str(tmp_path), **settings)
+            args = config(tmp_path, kind, **{"packing_strategy": "bfd"} | settings)
         warned.append(
             {str(warning.message) for warning in warnings_found if issubclass(warning.category, FutureWarning)}
         )
     # a name that transformers below 5.20 need
     assert warned[1] == {text for text in warned[0] if not text.startswith("`gradient_checkpointing` is deprecated")}
-    assert bool(warned[1]) is bool(settings_given) or "gradient_checkpointing" in settings_given
+    assert bool(warned[1]) is bool(settings)
     assert args.packing_strategy in ("bfd", "bfd_split")
     assert args.loss_type == "nll"

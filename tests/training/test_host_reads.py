@@ -4,7 +4,7 @@ import pytest
 import trl
 from support.features import marked
 from support.host_reads import ReadsOfSteps
-from support.runs import build_trainer, texts
+from support.runs import run_training, texts
 from support.strict_varlen import StrictVarlen
 from support.versions import trl_trains
 
@@ -28,10 +28,7 @@ def reads(folder, trainer_class, **settings):
     """Return (reads by place, all of them) per micro-batch, and the trainer."""
     watch = ReadsOfSteps()
     settings |= {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
-    trainer = build_trainer(
-        folder, texts(120), trainer_class=trainer_class, trainer_kwargs={"callbacks": [watch]}, **settings
-    )
-    trainer.train()
+    trainer = run_training(folder, texts(120), trainer_class=trainer_class, callbacks=[watch], **settings)
     assert watch.micro_batches == 8
     return watch.per_micro_batch, sum(watch.per_micro_batch.values()), trainer
 

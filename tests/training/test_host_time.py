@@ -2,7 +2,7 @@
 
 import trl
 from support.host_profile import profile_layer
-from support.runs import build_trainer, texts
+from support.runs import run_training, texts
 from support.versions import current_models, trl_trains
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -33,8 +33,7 @@ class Counted(TrainerCallback):
 def test_no_micro_batch_walks_the_modules(tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "report_to": []}
-    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [counted]}, **settings)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(), callbacks=[counted], **settings)
     first, *later = counted.of_steps
     assert first["num_parameters"] == 1
     assert later == [first, first]
@@ -58,8 +57,7 @@ class Switch(TrainerCallback):
 
 def test_a_module_in_evaluation_mode_is_set_to_training_again(tmp_path):
     switch = Switch()
-    trainer = build_trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [switch]}, max_steps=3)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(), callbacks=[switch], max_steps=3)
     assert switch.modes == [{True}, {True}, {True}]
     assert "train" not in vars(trainer.model)
 

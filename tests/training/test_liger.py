@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.liger import liger_played
-from support.runs import build_trainer, stock, texts, weights
+from support.runs import build_trainer, run_training, stock, texts, weights
 from support.versions import trl_trains
 
 from trl_packfix import PackingLeakError
@@ -34,8 +34,7 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
     unpacked.train()
     settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
     kernels = {"rope": True, "swiglu": False}
-    trainer = build_trainer(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
     assert played.given == kernels | {"fused_linear_cross_entropy": False}
     assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
     assert played.calls > 0
@@ -47,11 +46,10 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
 
 
 def test_evaluation_is_as_without(played, tmp_path):
-    rows = {"trainer_kwargs": {"eval_dataset": texts(12, seed=1)}, "max_steps": 1, "learning_rate": 0.0}
+    rows = {"eval_dataset": texts(12, seed=1), "max_steps": 1, "learning_rate": 0.0}
     losses = []
     for settings in ({}, {"use_liger_kernel": True}, {"use_liger_kernel": True, "eval_packing": False}):
-        trainer = build_trainer(tmp_path, texts(12), **rows, **settings)
-        trainer.train()
+        trainer = run_training(tmp_path, texts(12), **rows, **settings)
         losses.append(trainer.evaluate()["eval_loss"])
     assert played.calls > 0
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)

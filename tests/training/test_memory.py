@@ -2,7 +2,7 @@
 
 from peft import LoraConfig
 from support.models import build_tiny_model
-from support.runs import build_trainer, texts
+from support.runs import run_training, texts
 
 from trl_packfix.data.model_memory import GIB, TrainingMethod, count_model, predict_peak
 from trl_packfix.training import memory
@@ -15,8 +15,7 @@ def line_of_run(folder, monkeypatch, measured, **settings):
     """Return the line of the report of a run whose GPU has the counts `measured`, and the run."""
     monkeypatch.setattr(memory, "read_memory", lambda device: measured)
     settings = {"gradient_checkpointing": True, "max_steps": 2} | settings
-    trainer = build_trainer(folder, texts(), trainer_kwargs={"peft_config": LORA}, **settings)
-    trainer.train()
+    trainer = run_training(folder, texts(), peft_config=LORA, **settings)
     return trainer.packing_report.memory, trainer
 
 
@@ -50,6 +49,5 @@ def test_nothing_is_said_without_checkpointing(tmp_path, monkeypatch):
 
 
 def test_a_cpu_has_no_such_line(tmp_path):
-    trainer = build_trainer(tmp_path, texts(), max_steps=2)
-    trainer.train()
+    trainer = run_training(tmp_path, texts(), max_steps=2)
     assert trainer.packing_report.memory is None

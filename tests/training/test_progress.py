@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.examples import leaking_example
 from support.models import build_tiny_model
-from support.runs import build_trainer, texts
+from support.runs import run_training, texts
 
 from trl_packfix.cli import main
 from trl_packfix.training.progress import (
@@ -19,7 +19,7 @@ from trl_packfix.training.progress import (
 
 
 def printed_text(capsys, folder, model="llama", **settings) -> str:
-    build_trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings).train()
+    run_training(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings)
     return capsys.readouterr().err
 
 

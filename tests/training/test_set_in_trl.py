@@ -6,7 +6,7 @@ import pytest
 import torch
 import trl
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import build_trainer, config, texts, weights
+from support.runs import build_trainer, config, run_training, texts, weights
 
 import trl_packfix
 
@@ -34,8 +34,7 @@ def test_the_class_that_is_set_in_trl_trains_as_ours(packing, tmp_path, monkeypa
     set_in_trl(monkeypatch)
     from trl import SFTConfig, SFTTrainer
 
-    trainer = build_trainer(tmp_path / "set", texts(8), trainer_class=SFTTrainer, config_class=SFTConfig, **settings)
-    trainer.train()
+    trainer = run_training(tmp_path / "set", texts(8), trainer_class=SFTTrainer, config_class=SFTConfig, **settings)
     assert SFTTrainer is trl_packfix.SFTTrainer
     assert torch.equal(weights(trainer), weights(ours))
     assert not torch.equal(weights(trainer), start_values)
