@@ -53,34 +53,27 @@ def test_a_step_of_fewer_than_four_units_per_slot_is_not_dealt_anew(monkeypatch,
     assert balance_step(monkeypatch, [100] * num, packs, None)[1] == is_dealt
 
 
+# Two slots of 8 units and two empty ones would take less time than 7 + 3, which are the costs of the slots
 @pytest.mark.parametrize(
-    "dealt",
-    [
-        [[0, 1, 2, 3, 4, 5, 6, 7], []],  # no unit for the second slot
-        [[0], [1, 2, 3, 4, 5, 6, 7]],  # no better than before
-    ],
+    "rows, sizes, dealt_sizes",
+    [([1] * 7 + [3], [7, 1], [1, 7]), ([1] * 16, [7, 3, 3, 3], [8, 8, 0, 0])],
+    ids=["no better than before", "slots without a unit"],
 )
-def test_a_step_stays_as_it_is_where_dealing_does_not_help(monkeypatch, dealt):
-    packs = [[*range(7)], [7]]
-    dealt = dealt and [np.array(pack, dtype=np.int64) for pack in dealt]
-    rows = [1] * 7 + [3]
-    balanced, num_calls = balance_step(monkeypatch, rows, packs, dealt)
-    assert num_calls == 1
-    assert balanced == packs
+def test_a_step_stays_as_it_is_where_dealing_does_not_help(monkeypatch, rows, sizes, dealt_sizes):
+    packs, dealt = (np.split(np.arange(len(rows)), np.cumsum(parts)[:-1]) for parts in (sizes, dealt_sizes))
+    balanced = balance_step(monkeypatch, rows, as_lists(packs), dealt, accumulation=len(sizes) // 2)
+    assert balanced == (as_lists(packs), 1)
 
 
-def test_a_slot_without_a_unit_is_no_better_step(monkeypatch):
-    """Two slots of 8 and two empty ones would take less time than 7 + 3, which are the costs of the slots."""
-    packs = [[*range(7)], [7, 8, 9], [10, 11, 12], [13, 14, 15]]
-    dealt = [np.arange(8), np.arange(8, 16), np.zeros(0, np.int64), np.zeros(0, np.int64)]
-    assert balance_step(monkeypatch, [1] * 16, packs, dealt, accumulation=2) == (packs, 1)
+def costs_of_two_ranks(packs, rows):
+    return [sum(rows[i] for pack in packs[rank::2] for i in pack) for rank in range(2)]
 
 
 def test_ranks_that_wait_after_two_micro_steps_have_even_sums(monkeypatch):
     """Ranks get costs of 9 + 1 and 8 + 2. In the order of their costs they would get 9 + 2 and 8 + 1."""
     rows = [9, 8, 2, 1]
     balanced, _ = balance_step(monkeypatch, rows, [[0], [1], [2], [3]], None, accumulation=2, synchronisation="step")
-    assert [sum(rows[i] for pack in rank for i in pack) for rank in (balanced[::2], balanced[1::2])] == [10, 10]
+    assert costs_of_two_ranks(balanced, rows) == [10, 10]
 
 
 def test_packs_of_neighbouring_costs_share_a_micro_step(monkeypatch):
@@ -89,12 +82,7 @@ def test_packs_of_neighbouring_costs_share_a_micro_step(monkeypatch):
     assert balance_step(monkeypatch, rows, packs, None, accumulation=3)[0] == [[0], [2], [4], [3], [1], []]
     # Ranks that wait at the end of a step have 9 + 2 + 1 and 8 + 7
     balanced, _ = balance_step(monkeypatch, rows, packs, None, accumulation=3, synchronisation="step")
-    assert sorted(
-        len(rank) and sum(rows[i] for pack in rank for i in pack) for rank in (balanced[::2], balanced[1::2])
-    ) == [
-        12,
-        15,
-    ]
+    assert sorted(costs_of_two_ranks(balanced, rows)) == [12, 15]
     assert balance_step(monkeypatch, rows, packs, None, world_size=1, accumulation=6)[0] == [*packs, []]
 
 
@@ -134,15 +122,9 @@ def test_packs_are_as_even_as_units_of_unequal_targets_allow():
 # Slots
 
 
-def slots_of(documents, capacity, lengths, excess=None, spare=0):
+def slots_of(documents, capacity, lengths):
     """Return slots that already have some documents."""
-    slots = _Slots(
-        np.array(lengths),
-        np.array(lengths if excess is None else excess),
-        capacity=capacity,
-        num_slots=len(documents),
-        spare=spare,
-    )
+    slots = _Slots(np.array(lengths), np.array(lengths), capacity=capacity, num_slots=len(documents), spare=0)
     for slot, indices in enumerate(documents):
         for document in indices:
             slots.put_unit(document, slot)
@@ -234,26 +216,24 @@ def test_two_slots_divide_their_documents_as_a_plain_search_does():
         if slots.room[1] <= 0:
             continue
         expected = divide_plainly(slots, 0, 1)
-        before = [slots.room[0], slots.room[1], sorted(map(sorted, slots.units))]
-        held = int(lengths[:4].sum())
+        before = [slots.capacity, *slots.room, *map(sorted, slots.units)]
         assert slots.divide_pair(0, 1) is (expected is not None)
         if expected is None:
-            assert [slots.room[0], slots.room[1], sorted(map(sorted, slots.units))] == before
+            assert [slots.capacity, *slots.room, *map(sorted, slots.units)] == before
         else:
-            tokens = [sum(int(lengths[d]) for d in documents) for documents in slots.units]
-            assert tokens[0] == expected
-            assert slots.room[0] == before[0] + held - expected
-            assert slots.room[1] == before[1] - held + expected
+            tokens = [int(lengths[documents].sum()) for documents in slots.units]
+            assert tokens == [expected, lengths[sorted(sum(before[3:], []))].sum() - expected]
+            assert slots.room == [slots.capacity - held for held in tokens]
             assert slots.room[1] >= 0
             for documents in slots.units:
-                assert [lengths[d] for d in documents] == sorted((lengths[d] for d in documents), reverse=True)
+                assert (np.diff(lengths[documents]) <= 0).all()
         outcomes.add((expected is not None, expected is not None and slots.room[0] < 0))
     assert outcomes == {(True, False), (True, True), (False, False)}
 
 
 @pytest.mark.parametrize("num_useless, succeeds", [(0, True), (15, True), (16, False)])
 def test_sixteen_partners_are_tried_for_a_slot_above_its_capacity(num_useless, succeeds):
-    """5 + 5 tokens exceed 9. A partner with 8 tokens in one document cannot help, one with 4 + 4 can."""
+    """Both 5 + 5 tokens exceed 9. A partner with 8 tokens in one document cannot help, one with 4 + 4 can."""
     lengths = [5, 5, 4, 4] + [8] * num_useless
     documents = [[0, 1], *([4 + i] for i in range(num_useless)), [2, 3]]
     slots = slots_of(documents, 9, lengths)
@@ -275,7 +255,7 @@ def test_a_partner_that_did_not_help_one_slot_may_help_another():
 
 
 def test_a_division_takes_at_least_a_token_from_the_slot():
-    """No division of 6 + 6 and 8 tokens leaves 9 to 11 in a slot, and one that leaves 12 would change nothing."""
+    """Without a division of 6 + 6 and 8 that leaves 9 to 11 in a slot, one that leaves 12 would change nothing."""
     slots = slots_of([[0, 1], [2]], 9, [6, 6, 8])
     assert not slots.divide_pair(0, 1)
     assert slots.units == [[0, 1], [2]]

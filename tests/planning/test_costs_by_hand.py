@@ -81,7 +81,7 @@ def test_many_tokens_do_not_overflow():
 
 
 def test_llama_of_7b_by_hand():
-    """Tokens meet 6.61 billion parameters, without the parameters of the embedding; a pair costs two products."""
+    """Count 6.61 billion parameters for a token, without those of the embedding, and two products for a pair."""
     parameters = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
     assert LLAMA_7B.per_token == 2 * parameters
     assert LLAMA_7B.per_pair == 32 * 32 * 2 * (128 + 128)

@@ -25,7 +25,6 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.layout import LAYOUT_KEY
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts, ScanCosts, TowerCosts, with_scans
 from trl_packfix.planning.degrees import GroupTimes, UndividedStep, modelled_time
-from trl_packfix.planning.packing import REPLANNED_SETTINGS, compare_settings
 from trl_packfix.planning.parallel import Speeds, possible_degrees
 from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
@@ -126,16 +125,10 @@ def test_the_exchange_sends_what_ulysses_sends():
     assert GroupTimes(few).exchange_seconds(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
 
 
-def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
-    odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(HeadCounts(1, 28, 4, 128, 128),))
-    costs = odd.shared_by(8)
-    assert costs.per_token == 3.0
-    assert costs.per_pair == pytest.approx(8.0)
-    assert costs.windows[0][1] == pytest.approx(8.0)
-    assert odd.shared_by(4) == odd
+def test_ranks_divide_the_costs_of_images():
     lengths = np.array([8, 20])
     images = np.array([0.0, 3e12])
-    assert Units(lengths, odd, images).costs(8) == pytest.approx(costs(lengths) + images)
+    assert Units(lengths, MODEL, images).costs(8) == pytest.approx(MODEL.shared_by(8)(lengths) + images)
 
 
 def test_heads_are_read_from_the_config():
@@ -203,19 +196,10 @@ def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
     assert len(set(rank_parts)) > 1
 
 
-def test_a_restart_knows_another_number_of_tokens_per_rank():
-    before, now = (planner([5, 6], 4, tokens_per_rank).packing.settings("table") for tokens_per_rank in (16, 32))
-    assert compare_settings(before, now) == {"tokens_per_rank": (16, 32)}
-    assert "tokens_per_rank" not in REPLANNED_SETTINGS
-
-
-PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
-
-
 def test_slow_links_get_smaller_degrees(tmp_path):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(200, 4000, 300), [30_000] * 4])
-    settings = PARTS | {"max_length": 32_768, "tokens_per_rank": 8192}
+    settings = {"per_device_train_batch_size": 1, "max_length": 32_768, "tokens_per_rank": 8192}
     used = []
     for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
         args = config(tmp_path, **settings, exchange_speeds=speeds)
@@ -227,7 +211,7 @@ def test_slow_links_get_smaller_degrees(tmp_path):
 
 
 def test_documents_beyond_all_ranks_are_refused(tmp_path):
-    args = config(tmp_path, **PARTS, max_steps=1)
+    args = config(tmp_path, tokens_per_rank=16, per_device_train_batch_size=1, max_steps=1)
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):
