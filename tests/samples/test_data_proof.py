@@ -46,7 +46,7 @@ def call(name="get_weather", content="", **arguments):
     return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
 
 
-def part(text, **more):
+def text_part(text, **more):
     return [{"type": "text", "text": text, **more}]
 
 
@@ -54,27 +54,27 @@ def sharegpt(*turns):
     return [{"from": role, "value": text} for role, text in turns]
 
 
-SAID = {"role": "assistant", "content": part("It is sunny")}
+ANSWER_IN_PARTS = {"role": "assistant", "content": text_part("It is sunny")}
 
 
 @dataclass
 class Case:
-    """A form of data. `said` is found in its message, "" if there is none."""
+    """A form of data. `message` is a part of what is said about it, "" if there is nothing to say."""
 
     source: str  # where this form is from
     row: dict[str, Any]
-    said: str
+    message: str
     template: str = "qwen3"
     severity: str = "warning"
-    other: dict[str, Any] | None = None  # another row beside it
+    neighbour: dict[str, Any] | None = None  # another row beside it
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def messages(*each, **columns):
-    return {"messages": list(each), **columns}
+def messages(*turns, **columns):
+    return {"messages": list(turns), **columns}
 
 
-LEFT = "which the chat template leaves out"
+LEFT_OUT = "which the chat template leaves out"
 ALPACA = {"instruction": "What is the sum", "output": "3"}
 FORMAT = "{instruction} {output}".format_map
 CASES = {
@@ -82,31 +82,17 @@ CASES = {
     "developer": Case(
         "sglang#40082", messages({"role": "developer", "content": "Be brief"}, ASK, OK), "`developer`, which"
     ),
-    "tool_call": Case(
-        "ms-swift, Agent support",
-        messages(ASK, {"role": "tool_call", "content": "{}x"}, {"role": "tool_response", "content": "rain"}, OK),
-        "role `tool_response`, which",
-    ),
     "function_call": Case(
         "LLaMA-Factory, glaive_toolcall_en",
         {"conversations": sharegpt(("human", "Hi"), ("function_call", "a b"), ("observation", "c d"), ("gpt", "Yes"))},
         "role `observation`, which",
         "glm4moe",
     ),
-    "ipython": Case(
-        "Llama 3 tool results", messages(ASK, OK, {"role": "ipython", "content": "4 degrees"}), "role `ipython`"
-    ),
     "system in the middle": Case(
-        "OpenHermes with notes", messages(ASK, OK, {"role": "system", "content": "Now rhyme"}, ASK, OK), LEFT, "gptoss"
-    ),
-    "function": Case("OpenAI before tools", messages(ASK, {"role": "function", "content": "9 degrees"}, OK), LEFT),
-    "environment": Case(
-        "allenai/olmo-toolu-sft-mix",
-        messages(ASK, OK | {"function_calls": "get_weather(city=Oslo)"}, {"role": "environment", "content": "9"}, OK),
-        "role `environment`, which",
-    ),
-    "model": Case(
-        "Gemini, contents", messages(ASK, {"role": "model", "content": "It is sunny"}), "role `model`, which"
+        "OpenHermes with notes",
+        messages(ASK, OK, {"role": "system", "content": "Now rhyme"}, ASK, OK),
+        LEFT_OUT,
+        "gptoss",
     ),
     "capitals": Case(
         "BELLE",
@@ -125,13 +111,13 @@ CASES = {
     # Texts
     "parts": Case(
         "OpenAI, LLaVA-Instruct without images",
-        messages({"role": "user", "content": part("Hi")}, {"role": "assistant", "content": part("Ho")}),
+        messages({"role": "user", "content": text_part("Hi")}, {"role": "assistant", "content": text_part("Ho")}),
         "Nothing that the user says",
         severity="error",
     ),
     "parts as Python": Case(
         "the same under ChatML",
-        messages({"role": "user", "content": part("Hi")}, {"role": "assistant", "content": part("Ho")}),
+        messages({"role": "user", "content": text_part("Hi")}, {"role": "assistant", "content": text_part("Ho")}),
         "writes as Python writes a list",
         "printing",
         severity="error",
@@ -157,11 +143,6 @@ CASES = {
     "ids of messages": Case(
         "oasst2", messages(ASK | {"message_id": "a-1", "lang": "en"}, OK), "`lang` in messages", severity="note"
     ),
-    "tool plan": Case(
-        "Command R",
-        messages(ASK, call() | {"tool_plan": "I will look it up"}, {"role": "tool", "content": "9"}, OK),
-        "`tool_plan`",
-    ),
     "citations": Case(
         "OpenAI, web search",
         messages(ASK, OK | {"annotations": [{"url_citation": {"title": "The page of the day"}}]}),
@@ -170,10 +151,10 @@ CASES = {
     "blocks of a call": Case(
         "Anthropic, traces",
         messages(
-            {"role": "user", "content": part("What")},
+            {"role": "user", "content": text_part("What")},
             {
                 "role": "assistant",
-                "content": [*part("Look"), {"type": "tool_use", "input": {"city": "in Oslo"}}],
+                "content": [*text_part("Look"), {"type": "tool_use", "input": {"city": "in Oslo"}}],
             },
         ),
         "`tool_use in content`",
@@ -182,21 +163,21 @@ CASES = {
     "blocks of a thought": Case(
         "Anthropic, extended thinking",
         messages(
-            {"role": "user", "content": part("What")},
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look it up"}, *part("Rain")]},
+            {"role": "user", "content": text_part("What")},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look it up"}, *text_part("Rain")]},
         ),
         "`thinking in content`",
         "qwen2_5_vl",
     ),
     "input_text": Case(
         "OpenAI, Responses",
-        messages({"role": "user", "content": [{"type": "input_text", "text": "What"}]}, SAID),
+        messages({"role": "user", "content": [{"type": "input_text", "text": "What"}]}, ANSWER_IN_PARTS),
         "",
         "qwen2_5_vl",
     ),
     "empty system": Case("LLaMA-Factory, alpaca_en", messages({"role": "system", "content": ""}, ASK, OK), ""),
     # Thoughts
-    "reasoning": Case("OpenThoughts", messages(ASK, OK | {"reasoning_content": "Look up"}), LEFT, "qwen2_5"),
+    "reasoning": Case("OpenThoughts", messages(ASK, OK | {"reasoning_content": "Look up"}), LEFT_OUT, "qwen2_5"),
     "early thought": Case(
         "axon-rl/gem#44",
         messages(ASK, answer("<think>\nLook up\n</think>\n\nYes"), ASK, OK),
@@ -209,7 +190,6 @@ CASES = {
         "",
         "gptoss",
     ),
-    "thought of another name": Case("Bespoke", messages(ASK, OK | {"cot": "I look it up"}), "`cot`"),
     "R1": Case(
         "OpenR1-Math",
         messages(ASK, answer("<think>Look up</think>Yes")),
@@ -225,11 +205,6 @@ CASES = {
         messages(ASK, call(), {"role": "tool", "content": "9"}, OK),
         "`tool_calls`",
         "phi3_5",
-    ),
-    "function_call of messages": Case(
-        "OpenAI before tools",
-        messages(ASK, {"role": "assistant", "content": "", "function_call": {"name": "f g", "arguments": "{}"}}, OK),
-        "`function_call",
     ),
     "arguments as Python": Case(
         "xlam", messages(ASK, call(), OK), "`tool_calls` that the chat template writes as Python", "calls", "error"
@@ -266,7 +241,7 @@ CASES = {
         messages(ASK, call(city="Oslo")),
         "None only because other rows have them; they are taken out",
         severity="mended",
-        other=messages(ASK, call("add", a=1, b=2)),
+        neighbour=messages(ASK, call("add", a=1, b=2)),
     ),
     "functions": Case(
         "glaive-function-calling-v2", messages(ASK, OK, functions='[{"name": "f"}]'), "column `functions`"
@@ -279,15 +254,6 @@ CASES = {
         severity="error",
         settings={"trains_assistant": True},
     ),
-    "trainable": Case("verl", messages(ASK, OK | {"trainable": 0}, ASK, OK), "`trainable` 0", severity="error"),
-    "mask": Case(
-        "NeMo",
-        messages(ASK, OK | {"mask": False}, ASK, OK),
-        "`mask` 0",
-        severity="error",
-        settings={"trains_assistant": True},
-    ),
-    "training": Case("axolotl", messages(ASK, OK | {"training": False}), "`training` 0", severity="error"),
     "weight": Case(
         "OpenAI",
         messages(ASK, OK | {"weight": 0}, ASK, OK | {"weight": 1}),
@@ -310,72 +276,26 @@ CASES = {
         "lmsys-chat-1m", messages(ASK | {"turn": 0}, OK | {"turn": 1}), "`turn` 0", severity="note"
     ),
     # Columns
-    "system": Case("Bespoke-Stratos-17k", messages(ASK, OK, system="Think first"), "column `system`"),
     "documents": Case(
         "RAG data of Cohere", messages(ASK, OK, documents=[{"title": "a", "text": "b c"}]), "column `documents`"
     ),
-    "context": Case(
-        "databricks-dolly-15k", {"prompt": "Who", "completion": "I", "context": "A note"}, "column `context`"
-    ),
-    "history": Case(
-        "alpaca with history", {"prompt": "Who", "completion": "I", "history": [["a", "b"]]}, "column `history`"
-    ),
-    "input": Case("Alpaca", {"prompt": "Add", "completion": "3", "input": "1 and 2"}, "column `input`"),
-    "boxes": Case(
-        "ms-swift, grounding", messages(ASK, OK, objects={"ref": ["a cat"]}), "column `objects`", severity="note"
-    ),
     "embeddings": Case("retrieval data", messages(ASK, OK, embedding=[0.5, 1.0]), ""),
-    "other answers": Case(
-        "UltraFeedback", messages(ASK, OK, rejected="It is dark"), "column `rejected`", severity="note"
-    ),
     "documents of the template": Case(
         "Command R", messages(ASK, OK, chat_template_kwargs={"documents": [{"text": "b c"}]}), "have `documents`"
     ),
-    "source": Case("tulu-3-sft-mixture", messages(ASK, OK, source="web", id="7"), "column `source`", severity="note"),
-    "prompt": Case("ultrachat_200k", messages(ASK, OK, prompt=ASK["content"]), "column `prompt`", severity="note"),
     "kwargs": Case(
         "a typing error", messages(ASK, OK, chat_template_kwargs={"enable_thinkin": False}), "`enable_thinkin`"
     ),
     "kwargs that are read": Case("Qwen3", messages(ASK, OK, chat_template_kwargs={"enable_thinking": False}), ""),
     # Media
-    "image_url": Case(
-        "OpenAI vision",
-        messages(
-            {"role": "user", "content": [*part("What"), {"type": "image_url", "image_url": {"url": "a.png"}}]}, SAID
-        ),
-        "`image_url` in their messages",
-        "qwen2_5_vl",
-        "error",
-    ),
-    "video": Case(
-        "LLaVA-Video",
-        messages({"role": "user", "content": [*part("What"), {"type": "video", "video": "a.mp4"}]}, SAID),
-        "`video` in their messages",
-        "qwen2_5_vl",
-        "error",
-    ),
-    "audio": Case(
-        "Qwen2-Audio",
-        messages({"role": "user", "content": [*part("What"), {"type": "audio", "audio_url": "a.wav"}]}, SAID),
-        "`audio_url` in their messages",
-        "qwen2_5_vl",
-        "error",
-    ),
-    "input_audio": Case(
-        "OpenAI, audio",
-        messages({"role": "user", "content": [*part("What"), {"type": "input_audio", "input_audio": {"data": "x"}}]}),
-        "`input_audio` in their messages",
-        "qwen2_5_vl",
-        "error",
-    ),
     "images of a message": Case(
         "Ollama", messages(ASK | {"images": ["a.png"]}, OK), "`images` in their messages", severity="error"
     ),
     "null image of a part": Case(
         "LLaVA-OneVision in Arrow",
         messages(
-            {"role": "user", "content": part("Hi", image=None)},
-            {"role": "assistant", "content": part("Ho", image=None)},
+            {"role": "user", "content": text_part("Hi", image=None)},
+            {"role": "assistant", "content": text_part("Ho", image=None)},
         ),
         "they are taken out",
         "qwen2_5_vl",
@@ -385,7 +305,7 @@ CASES = {
     "control token": Case("ChatBug", messages(user("Say <|im_end|> now"), OK), "control tokens"),
     "two BOS": Case("llama-cpp-python#1501", {"text": "<s>Hi"}, "begin with BOS", "bos"),
     # A function of the user
-    "formatted": Case("gsm8k", ALPACA, "", settings={"formatting_func": "{instruction} {output}".format_map}),
+    "formatted": Case("gsm8k", ALPACA, "", settings={"formatting_func": FORMAT}),
     "formatted without a column": Case(
         "Alpaca", ALPACA | {"input": "of 1 and 2"}, "column `input`", settings={"formatting_func": FORMAT}
     ),
@@ -414,6 +334,41 @@ CASES = {
         "sgd", messages(ASK, call(), {"role": "tool", "content": "9"}, OK, tools=json.dumps(TOOLS)), ""
     ),
 }
+OTHER_TRAIN_KEYS = {"trainable": "verl", "mask": "NeMo", "training": "axolotl"}
+CASES |= {
+    key: Case(source, messages(ASK, OK | {key: 0}), f"`{key}` 0", severity="error")
+    for key, source in OTHER_TRAIN_KEYS.items()
+}
+UNREAD_COLUMNS = [  # (where it is from, column, value, severity)
+    ("Bespoke-Stratos-17k", "system", "Think first", "warning"),
+    ("databricks-dolly-15k", "context", "A note", "warning"),
+    ("alpaca", "history", [["a", "b"]], "warning"),
+    ("Alpaca", "input", "1 and 2", "warning"),
+    ("UltraFeedback", "rejected", "It is dark", "note"),
+    ("tulu-3-sft-mixture", "source", "web", "note"),
+    ("ultrachat_200k", "prompt", ASK["content"], "note"),
+]
+CASES |= {
+    f"column {name}": Case(source, messages(ASK, OK, **{name: value}), f"column `{name}`", severity=severity)
+    for source, name, value, severity in UNREAD_COLUMNS
+}
+MEDIA = {  # (where it is from, a part of a message, which is named after its last key)
+    "OpenAI vision": {"type": "image_url", "image_url": {"url": "a.png"}},
+    "LLaVA-Video": {"type": "video", "video": "a.mp4"},
+    "Qwen2-Audio": {"type": "audio", "audio_url": "a.wav"},
+    "OpenAI, audio": {"type": "input_audio", "input_audio": {"data": "x"}},
+}
+CASES |= {
+    name: Case(
+        source,
+        messages({"role": "user", "content": [*text_part("What"), medium]}, ANSWER_IN_PARTS),
+        f"`{name}` in their messages",
+        "qwen2_5_vl",
+        "error",
+    )
+    for source, medium in MEDIA.items()
+    for name in [[*medium][-1]]
+}
 
 
 def with_arguments(rule):
@@ -425,7 +380,7 @@ def with_arguments(rule):
     return PLAIN.replace("<|im_end|>", "' }}" + call_template.replace("FILTER", rule), 1)
 
 
-OWN = {
+WRITTEN_HERE = {
     "printing": PLAIN.replace("m.content", "(m.content | string)"),
     "thoughts": PLAIN.replace("+ m.content +", "+ (m.content if m.role == 'user' else m.reasoning_content) +"),
     "questions": PLAIN.replace("+ m.content +", "+ (m.content if m.role == 'user' else '') +"),
@@ -445,8 +400,8 @@ def tokenizer_of(name):
             single="<s> $A", pair="<s> $A $B", special_tokens=[pair]
         )
         return tokenizer
-    tokenizer = tokenizer_with(None if name in OWN else name)
-    tokenizer.chat_template = OWN.get(name, tokenizer.chat_template)
+    tokenizer = tokenizer_with(None if name in WRITTEN_HERE else name)
+    tokenizer.chat_template = WRITTEN_HERE.get(name, tokenizer.chat_template)
     tokenizer.bos_token = tokenizer.bos_token or "<|im_start|>"
     return tokenizer
 
@@ -457,7 +412,7 @@ NEEDS_RELEASE = {"llama3_2": "5.20", "deepseek_r1_distill": "5.20"}
 
 def report_of(case):
     """Return the report of ten rows of a case, and two of the row that it names beside it."""
-    rows = [case.row] * 10 + [case.other or case.row] * 2
+    rows = [case.row] * 10 + [case.neighbour or case.row] * 2
     return prove_data(Dataset.from_list(rows), "train", Rendering(tokenizer_of(case.template), **case.settings))
 
 
@@ -467,13 +422,13 @@ def test_what_a_form_of_data_loses_is_said_with_its_rows(name):
     if case.template in NEEDS_RELEASE and Version(NEEDS_RELEASE[case.template]) > TRANSFORMERS:
         pytest.skip(f"TRL beside transformers {TRANSFORMERS} has no template {case.template}, or an earlier one")
     report = report_of(case)
-    met = [finding for finding in report.findings if case.said in report.message(finding)]
-    if not case.said:
+    findings = [finding for finding in report.findings if case.message in report.message(finding)]
+    if not case.message:
         assert report.findings == ()
         assert report.line().startswith("every text of 12 rows is in the tokens once")
         return
-    assert [each.severity for each in met][:1] == [case.severity], str(report)
-    assert {each.num_rows for each in met} <= {2, 10, 12}
+    assert [finding.severity for finding in findings][:1] == [case.severity], str(report)
+    assert {finding.num_rows for finding in findings} <= {2, 10, 12}
     assert report.complete == (case.severity in ("note", "mended"))
 
 
@@ -490,11 +445,11 @@ def test_keys_that_arrow_added_are_not_trained_and_those_that_were_given_are(tmp
         return [tokenizer.decode(row["input_ids"]) for row in trainer.train_dataset]
 
     table = Dataset.from_list(rows)
-    alone = Dataset.from_list(rows[:1])
-    assert [text.count("null") for text in texts(alone)] == [0]
+    first_row = Dataset.from_list(rows[:1])
+    assert [text.count("null") for text in texts(first_row)] == [0]
     for more in ({}, {"assistant_only_loss": True}, {"per_turn": True}):
-        assert texts(table, **more)[0] == texts(alone, **more)[0]
-        assert texts(table.to_iterable_dataset(), **more)[0] == texts(alone, **more)[0]
+        for data in (table, table.to_iterable_dataset()):
+            assert texts(data, **more)[0] == texts(first_row, **more)[0]
     as_json = Dataset.from_list(rows, features=Features({"messages": List(Json())}))
     assert [text.count("null") for text in texts(as_json)] == [0, 1]
 
@@ -509,8 +464,10 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
         with pytest.raises(ValueError, match="4 .*rows of the eval dataset have `content in parts`"):
             build_trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
     trainer = build_trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
-    said = "1 of 2 rows of the train dataset has `content` in messages of the role `developer`, which the chat template"
-    assert [said in message for message in caplog.messages] == [True]
+    warning = (
+        "1 of 2 rows of the train dataset has `content` in messages of the role `developer`, which the chat template"
+    )
+    assert [warning in message for message in caplog.messages] == [True]
     assert not trainer.data.data_report.complete
 
 
@@ -551,8 +508,7 @@ def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, o
     rows = [messages(ASK, OK | {key: off}, ASK, answer("Yes") | {key: on})] * 3
     rule = Rendering(build_tokenizer(), train_key=key, trains_assistant=True)
     assert prove_data(Dataset.from_list(rows), "train", rule).complete
-    chosen = TurnRule(key).select_turn(Conversation.from_row(rows[0]))
-    assert chosen.trained == [3]
+    assert TurnRule(key).select_turn(Conversation.from_row(rows[0])).trained == [3]
 
 
 def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
@@ -616,10 +572,7 @@ BAD = {
     "tools that are no JSON": ([messages(ASK, OK, tools="[")], None, False, False),
     "tools of another form": ([messages(ASK, OK, tools=json.dumps({"name": "f"}))], None, False, False),
     "calls and roles of other forms": (
-        [
-            messages(ASK, OK | {"tool_calls": ["f"]}),
-            messages(ASK, OK | {"tool_calls": None}),
-        ],
+        [messages(ASK, OK | {"tool_calls": calls}) for calls in (["f"], None)],
         PLAIN.replace("+ m.content +", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '') +"),
         True,
         True,
@@ -653,10 +606,8 @@ def test_no_row_ends_the_proof(name, per_turn):
 
 
 def test_a_function_of_the_user_that_raises_does_not_end_the_proof():
-    def formatted(row):
-        return (
-            row["instruction"] + {"3": "three"}[row["output"]]
-        )  # it looks at a text, so that this text cannot be marked
+    def formatted(row):  # it looks at a text, so that this text cannot be marked
+        return row["instruction"] + {"3": "three"}[row["output"]]
 
     rows = Dataset.from_list([ALPACA | {"output": "3"}, ALPACA | {"output": "4"}])
     report = prove_data(rows, "train", Rendering(build_tokenizer(), formatting_func=formatted))
@@ -728,8 +679,8 @@ def lost(template):
     tokenizer.chat_template = template
     report = prove_data(Dataset.from_list([TRACE], features=JSON), "train", Rendering(tokenizer))
     assert report.num_rendered == 1
-    found = [finding.what for finding in report.findings if "chat template" in finding.what]
-    return {(what.split("`")[1].partition("[")[0], what.split("`")[3] if "role" in what else "") for what in found}
+    quoted = [finding.what.split("`") for finding in report.findings if "chat template" in finding.what]
+    return {(path.partition("[")[0], rest[1] if "role" in rest[0] else "") for _, path, *rest in quoted}
 
 
 JSON = Features({"messages": List(Json()), "tools": Value("string")})
@@ -738,11 +689,10 @@ JSON = Features({"messages": List(Json()), "tools": Value("string")})
 @pytest.mark.parametrize("template", ["qwen3", "glm4moe", "qwen3_6_training"])
 def test_what_a_changed_template_loses_is_found(template):
     source = tokenizer_with(template).chat_template
-    before = lost(source)
-    found = {name: (path, role) in lost(change + source) for name, (change, path, role) in MUTANTS.items()}
-    known = {name for name, (_, path, role) in MUTANTS.items() if (path, role) in before}
-    assert {name for name in found if not found[name]} == set()
-    assert known == set(), "the template itself loses it, so the change proves nothing"
+    lost_unchanged = lost(source)
+    for change, *text in MUTANTS.values():
+        assert tuple(text) in lost(change + source)
+        assert tuple(text) not in lost_unchanged, "the template itself loses it, so the change proves nothing"
 
 
 DROPS = """{%- for m in messages -%}
@@ -776,7 +726,7 @@ def test_of_any_conversation_exactly_what_the_template_drops_is_found(conversati
     tokenizer.chat_template = DROPS
     rows = Dataset.from_list([{"messages": conversation}], features=Features({"messages": List(Json())}))
     report = prove_data(rows, "train", Rendering(tokenizer))
-    found = {tuple(finding.what.split("`")[1:4:2]) for finding in report.findings if "leaves out" in finding.what}
+    left_out = {tuple(finding.what.split("`")[1:4:2]) for finding in report.findings if "leaves out" in finding.what}
     same = {m["thinking"] for m in conversation if "thinking" in m} & {m["content"] for m in conversation}
     assume(not same)  # a thought that its message says, too, is a copy
-    assert found == set(expected(conversation))
+    assert left_out == set(expected(conversation))

@@ -65,8 +65,8 @@ def bad(form, good):
 
 
 def rows(form, rule, has_bad):
-    given = [row(form, i, weight=rule != "all") | {"id": i} for i in range(5)]
-    return [*given[:3], bad(form, given[3]), *given[4:]] if has_bad else given
+    good_rows = [row(form, i, weight=rule != "all") | {"id": i} for i in range(5)]
+    return [*good_rows[:3], bad(form, good_rows[3]), *good_rows[4:]] if has_bad else good_rows
 
 
 def text_of(tokens, labels, tokenizer):

@@ -16,11 +16,8 @@ def test_rows_of_text_need_no_support():
     assert ImageSupport().count_turns(IMAGES, None) is None
 
 
-def test_packs_of_images_are_refused():
+def test_packs_and_lengths_of_images_are_refused():
     with pytest.raises(ValueError, match=WITHOUT + ".*Set `packing=False`, or install trl_packfix anew"):
         ImageSupport().reading_class(IMAGES)
-
-
-def test_lengths_of_images_are_refused():
     with pytest.raises(ValueError, match=WITHOUT + ".*Remove the column .*, or install trl_packfix anew"):
         ImageSupport().read_table(IMAGES, None, None)

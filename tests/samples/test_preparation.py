@@ -23,12 +23,12 @@ def of_file(folder):
 
 def of_tokenizer(folder):
     """Name a tokenizer with a template, a token and an EOS token of its own."""
-    other = build_tokenizer()
-    other.add_tokens(["|"])
-    other.chat_template = TEMPLATE
-    other.eos_token = "|"
-    other.save_pretrained(folder / "other")
-    return {"chat_template_path": str(folder / "other")}
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["|"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.eos_token = "|"
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return {"chat_template_path": str(folder / "tokenizer")}
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
     def prepared(**settings):
         tokenizer = build_tokenizer()
         rows, _ = prepare_rows(data, tokenizer, config(tmp_path, **settings))
-        return what(rows, tokenizer)
+        return outcome(rows, tokenizer)
 
     settings = settings(tmp_path)
     trainer = build_trainer(tmp_path, data, **settings)
-    assert prepared(**settings) == what(trainer.train_dataset, trainer.processing_class)
+    assert prepared(**settings) == outcome(trainer.train_dataset, trainer.processing_class)
     assert (prepared(**settings) != prepared()) is bool(settings), "the settings change nothing here"
 
 
-def what(rows, tokenizer):
-    tokens = [[list(each) for each in rows[name]] for name in ("input_ids", "labels")]
+def outcome(rows, tokenizer):
+    tokens = [[list(values) for values in rows[name]] for name in ("input_ids", "labels")]
     return tokens, tokenizer.chat_template, tokenizer.eos_token, tokenizer.pad_token
 
 

@@ -1,7 +1,6 @@
 """Each row is tokenised by its own form, whatever the first row is: as stock TRL does with rows of this form alone."""
 
 import itertools
-import json
 import logging
 
 import pytest
@@ -54,6 +53,10 @@ def interleaved(forms):
     return interleave_datasets(streams, stopping_strategy="all_exhausted")
 
 
+def of_kind(dataset, is_stream):
+    return dataset.to_iterable_dataset() if is_stream else dataset
+
+
 def in_turn(forms):
     """Return a stream whose rows have the columns of their form only, and no types."""
     return IterableDataset.from_generator(lambda: itertools.chain(*zip(*map(rows_of, forms), strict=True)))
@@ -86,9 +89,9 @@ def test_rows_of_several_forms_train_in_packs(kind, tmp_path):
 def test_rows_without_an_assistant_are_bad_rows_where_it_is_trained(kind, setting, tmp_path):
     dataset = DATASETS[kind](["text", "chat"])
     settings = {setting: True, "packing": False, "max_steps": 1}
-    said = "5 of 10 rows.*no assistant" if (kind, setting) == ("table", "assistant_only_loss") else "`messages` is None"
-    said = "no text to tokenise" if kind == "in turn" else said
-    with pytest.raises(ValueError, match=said):
+    message = "no text to tokenise" if kind == "in turn" else "`messages` is None"
+    message = "5 of 10 rows.*no assistant" if (kind, setting) == ("table", "assistant_only_loss") else message
+    with pytest.raises(ValueError, match=message):
         list(build_trainer(tmp_path, dataset, **settings).train_dataset)
     trainer = build_trainer(tmp_path, dataset, bad_rows="drop", **settings, shuffle_dataset=False)
     texts = [build_tokenizer().decode([t for t in row["labels"] if t != -100]) for row in trainer.train_dataset]
@@ -99,12 +102,11 @@ BAD = {"chat": {"messages": []}, "text": {"text": None}, "pair": {"prompt": None
 BAD["from"] = {"conversations": []}
 
 
-@pytest.mark.parametrize("kind", ["table", "stream"])
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_bad_first_row_is_dropped_as_any_other(form, kind, tmp_path):
+def test_a_bad_first_row_is_dropped_as_any_other(form, is_stream, tmp_path):
     features = Dataset.from_list(rows_of(form)).features
-    dataset = Dataset.from_list([BAD[form], *rows_of(form)], features=features)
-    dataset = dataset.to_iterable_dataset() if kind == "stream" else dataset
+    dataset = of_kind(Dataset.from_list([BAD[form], *rows_of(form)], features=features), is_stream)
     settings = {"packing": False, "max_steps": 1, "shuffle_dataset": False}
     trainer = build_trainer(tmp_path, dataset, bad_rows="drop", **settings)
     assert samples(trainer.train_dataset) == of_stock(tmp_path, form)
@@ -117,10 +119,9 @@ PREFERENCES = {"prompt": "hi", "chosen": chat(8), "rejected": "no"}
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("others", [BESIDE, PREFERENCES], ids=["ultrachat", "ultrafeedback"])
-def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(others, is_stream, tmp_path, caplog):
-    dataset = Dataset.from_list([row | others for row in rows_of("chat")])
-    dataset = dataset.to_iterable_dataset() if is_stream else dataset
+@pytest.mark.parametrize("columns", [BESIDE, PREFERENCES], ids=["ultrachat", "ultrafeedback"])
+def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(columns, is_stream, tmp_path, caplog):
+    dataset = of_kind(Dataset.from_list([row | columns for row in rows_of("chat")]), is_stream)
     trainer = build_trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
     assert samples(trainer.train_dataset) == of_stock(tmp_path, "chat")
     assert "dataset have a column `prompt`, which is not read" in caplog.text
@@ -132,27 +133,23 @@ def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(oth
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_prompt_without_a_completion_beside_a_text_is_refused(is_stream, tmp_path):
-    dataset = Dataset.from_list([row | BESIDE for row in rows_of("text")])
-    dataset = dataset.to_iterable_dataset() if is_stream else dataset
-    said = "a prompt without a completion" if is_stream else "5 of 5 rows .*a `prompt` and no `completion`.*Rename"
-    with pytest.raises(ValueError, match=said):
+    dataset = of_kind(Dataset.from_list([row | BESIDE for row in rows_of("text")]), is_stream)
+    message = "a prompt without a completion" if is_stream else "5 of 5 rows .*a `prompt` and no `completion`.*Rename"
+    with pytest.raises(ValueError, match=message):
         build_trainer(tmp_path, dataset, packing=False, max_steps=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"assistant_only_loss": True}, {"per_turn": True}], ids=str)
 def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
     settings = settings | {"packing": False, "shuffle_dataset": False, "max_length": 500}
-    runs = [
-        build_trainer(tmp_path, Dataset.from_list([row | tools for row in rows_of("chat")]), **settings)
-        for tools in ({}, {"tools": ""}, {"tools": "\n"}, {"tools": TOOL})
-    ]
-    plain, empty, blank, with_tools = (samples(run.train_dataset) for run in runs)
-    assert empty == plain
-    assert blank == plain
-    assert with_tools != plain
-    bad = Dataset.from_list([row | {"tools": json.dumps([])[:1]} for row in rows_of("chat")])
+
+    def samples_with(**tools):
+        dataset = Dataset.from_list([row | tools for row in rows_of("chat")])
+        return samples(build_trainer(tmp_path, dataset, **settings).train_dataset)
+
+    assert samples_with() == samples_with(tools="") == samples_with(tools="\n") != samples_with(tools=TOOL)
     with pytest.raises(ValueError, match="Row 0: `tools` is a text that is not JSON.*Give rows of the form"):
-        build_trainer(tmp_path, bad, **settings)
+        samples_with(tools="[")
 
 
 @pytest.mark.parametrize("format_type", ["pandas", "numpy", "torch", "arrow"])
@@ -172,10 +169,9 @@ def test_the_format_of_a_dataset_does_not_matter(form, format_type, tmp_path):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_conversations_need_a_chat_template(is_stream, tmp_path):
     def prepared(form):
-        dataset = Dataset.from_list(rows_of(form))
+        dataset = of_kind(Dataset.from_list(rows_of(form)), is_stream)
         tokenizer = build_tokenizer()
         tokenizer.chat_template = None
-        dataset = dataset.to_iterable_dataset() if is_stream else dataset
         return build_trainer(tmp_path, dataset, processing_class=tokenizer, packing=False, max_steps=1).train_dataset
 
     with pytest.raises(ValueError, match="has no chat template.*messages do not become text. Set `chat_template_path`"):
@@ -195,18 +191,18 @@ def test_rows_that_unpacked_trl_drops_are_counted(tmp_path, caplog):
 @needs("images")
 @pytest.mark.parametrize("packing", [True, False])
 def test_placeholders_that_llava_writes_into_texts_are_refused_or_named(packing, tmp_path, caplog):
-    def made(family, rows):
+    def make_trainer(family, rows):
         dataset = Dataset.from_list([{"images": vision.PICTURES[:1]} | row for row in rows])
         return vision.make(tmp_path, family, dataset, packing=packing, max_length=400)
 
-    named = chat(0)[:1][0] | {"content": "<image>\nwhat?"}
-    chats = [{"messages": [named, chat(0)[1]]}, FORMS["chat"](1)] * 4
+    question, answer = chat(0)
+    chats = [{"messages": [question | {"content": "<image>\nwhat?"}, answer]}, FORMS["chat"](1)] * 4
     with pytest.raises(ValueError, match="4 of 8 rows .*`<image>`.*more images than there are. Remove `<image>`"):
-        made("llava", chats)
+        make_trainer("llava", chats)
     with caplog.at_level(logging.WARNING):
-        made("qwen2_5_vl", chats[1::2])
+        make_trainer("qwen2_5_vl", chats[1::2])
         assert "LLaVA" not in caplog.text
-        made("qwen2_5_vl", chats)
+        make_trainer("qwen2_5_vl", chats)
     assert "`<image>` would be trained as a text" in caplog.text
     with pytest.raises(ValueError, match="8 rows has images and `conversations`.*maybe_convert_to_chatml"):
-        made("llava", [FORMS["from"](i) for i in range(8)])
+        make_trainer("llava", [FORMS["from"](i) for i in range(8)])
