@@ -3,6 +3,7 @@
 import copy
 import importlib.metadata
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import islice, pairwise, permutations
 
@@ -28,6 +29,19 @@ from trl_packfix.training.callbacks import backward_note
 
 def table(lengths):
     return Dataset.from_dict({"input_ids": [[9] * length for length in lengths]})
+
+
+def counted(lengths, prompts=2, **settings):
+    """Return a planner of documents of one row each, its report, and the documents of each slot of its first epoch."""
+    rows = {
+        "input_ids": [[9] * n for n in lengths],
+        "labels": [[-100] * prompts + [9] * (n - prompts) for n in lengths],
+    }
+    reader = TokenReader(Dataset.from_dict(rows))
+    planner = make_epochs(make_documents(reader, settings["max_length"]), "stream", **settings)
+    schedule = planner.schedule(0)
+    slots = [schedule.order[a:b].tolist() for a, b in pairwise(schedule.offsets.tolist())]
+    return planner, make_report(planner, reader), slots
 
 
 def report(tmp_path, data, **settings):
@@ -146,15 +160,18 @@ def test_the_ledger_lies_beside_every_checkpoint(tmp_path):
 
 
 def test_the_report_of_shared_packs_says_degrees_and_time():
-    lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 128]
-    reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
-    documents = make_documents(reader, 128, "truncate")
-    planner = make_epochs(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
-    report_made = make_report(planner, reader)
+    lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 127]
+    planner, report_made, slots = counted(lengths, max_length=128, accumulation=2, world_size=4, tokens_per_rank=32)
     shared = report_made.shared
-    assert shared.micro_steps == {d: int((planner.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
-    assert sum(shared.micro_steps.values()) == planner.num_steps * 2
+    degrees = planner.schedule(0).degrees
+    assert shared.micro_steps == Counter(degrees.tolist())
+    assert len(degrees) == planner.num_steps * 2
     assert shared.smallest_degree == 4
+    tokens = np.array([sum(lengths[i] for i in slot) for slot in slots])
+    assert shared.largest_part == np.ceil(tokens / np.repeat(degrees, 4)).max() <= 32
+    seconds, exchange = modelled_time(*of_units(planner), planner.packing.parallel)
+    assert shared.exchange_share == pytest.approx(exchange.sum() / seconds.sum())
+    assert 0 < shared.exchange_share < 1
     lines = dict(report_made.lines())
     assert "32 tokens at most on each rank (tokens_per_rank)" in lines["micro-batch"]
     assert f"micro-steps by degree (ranks that share a pack): {shared.histogram}" in lines["sequence parallelism"]
@@ -162,7 +179,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     assert "imbalance" not in lines
     assert "minibatch" not in lines["against unpacked"]
     assert metrics(report_made)["packing/exchange_share"] == shared.exchange_share
-    unset = make_report(make_epochs(documents, "stream", 1, 128, 2, 4), reader)
+    unset = counted(lengths, max_length=128, accumulation=2, world_size=4)[1]
     assert unset.shared is None
     assert "packing/exchange_share" not in metrics(unset)
     assert "minibatch" in str(unset.lines())
@@ -211,19 +228,6 @@ def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
     assert trainer.model.config._attn_implementation == "eager", "after training the model has its own again"
 
 
-def counted(lengths, prompts=2, **settings):
-    """Return a planner of documents of one row each, its report, and the documents of each slot of its first epoch."""
-    rows = {
-        "input_ids": [[9] * n for n in lengths],
-        "labels": [[-100] * prompts + [9] * (n - prompts) for n in lengths],
-    }
-    reader = TokenReader(Dataset.from_dict(rows))
-    planner = make_epochs(make_documents(reader, settings["max_length"]), "stream", **settings)
-    schedule = planner.schedule(0)
-    slots = [schedule.order[a:b].tolist() for a, b in pairwise(schedule.offsets.tolist())]
-    return planner, make_report(planner, reader), slots
-
-
 @pytest.mark.parametrize("synchronisation", ["micro", "step"])
 def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
     lengths = np.random.default_rng(0).integers(3, 17, 75).tolist()
@@ -232,14 +236,17 @@ def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
     reached = [document for slot in slots for document in slot]
     skipped = sorted(set(range(75)) - set(reached))
     assert len(skipped) > 1, "nothing is left out"
-    assert report_made.num_steps == len(slots) / 4
-    assert report_made.documents_per_step == len(reached) / report_made.num_steps
-    assert report_made.documents_not_reached == len(skipped)
-    assert report_made.tokens_not_reached == sum(lengths[i] for i in skipped)
-    assert report_made.trained_tokens_not_reached == sum(lengths[i] - 2 for i in skipped)
-    assert report_made.num_trained_tokens == sum(lengths) - 2 * 75
-    assert report_made.unpacked_loss == 1
-    assert report_made.most_documents == max(map(len, slots))
+    expected = {
+        "num_steps": len(slots) / 4,
+        "documents_per_step": len(reached) / (len(slots) / 4),
+        "documents_not_reached": len(skipped),
+        "tokens_not_reached": sum(lengths[i] for i in skipped),
+        "trained_tokens_not_reached": sum(lengths[i] - 2 for i in skipped),
+        "num_trained_tokens": sum(lengths) - 2 * 75,
+        "unpacked_loss": 1,
+        "most_documents": max(map(len, slots)),
+    }
+    assert {name: getattr(report_made, name) for name in expected} == expected
     assert len(set(map(len, slots))) > 1, "all slots have as many documents"
     cost = planner.packing.cost_model
     by_rank = np.array([sum(cost(np.array(lengths[i])) for i in slot) for slot in slots]).reshape(-1, 2, 2)
@@ -283,20 +290,6 @@ def test_the_efficiency_of_a_stream_is_that_of_its_packs_so_far():
     assert report_made.efficiency == tokens / (5 * 64)
 
 
-def test_the_numbers_of_shared_packs_are_counted_from_their_slots():
-    lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 127]
-    planner, report_made, slots = counted(lengths, max_length=128, accumulation=2, world_size=4, tokens_per_rank=32)
-    degrees = np.repeat(planner.schedule(0).degrees, 4)
-    tokens = [sum(lengths[i] for i in slot) for slot in slots]
-    assert report_made.shared.largest_part == max(
-        -(-rows // degree) for rows, degree in zip(tokens, degrees, strict=True)
-    )
-    assert report_made.shared.largest_part <= 32
-    seconds, exchange = modelled_time(*of_units(planner), planner.packing.parallel)
-    assert report_made.shared.exchange_share == pytest.approx(exchange.sum() / seconds.sum())
-    assert 0 < report_made.shared.exchange_share < 1
-
-
 # The packs that are shown
 
 
@@ -319,10 +312,7 @@ def test_a_shown_document_counts_what_is_its_own(shared, num_rows, own_spans):
     assert document.num_trained == 5
     assert document.num_rows == num_rows
     assert document.own_spans == own_spans
-
-
-def test_a_document_of_one_token_that_shares_nothing_has_a_row():
-    assert replace(SPLIT_AT_10, stop=11).num_rows == 1
+    assert replace(SPLIT_AT_10, stop=11).num_rows == 1, "a document of one token that shares nothing"
 
 
 def test_a_document_that_ends_with_the_part_of_a_rank_is_not_in_the_next_part():

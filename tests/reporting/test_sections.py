@@ -7,12 +7,8 @@ import pytest
 from trl_packfix.reporting.sections import OwnPacks, SharedPacks
 
 
-def stream_of(**settings):
-    packing = SimpleNamespace(
-        buffer_size=1000,
-        tokens_per_rank=settings.pop("tokens_per_rank", None),
-        parallel=SimpleNamespace(smallest=4),
-    )
+def stream_of(tokens_per_rank):
+    packing = SimpleNamespace(tokens_per_rank=tokens_per_rank, parallel=SimpleNamespace(smallest=4))
     return SimpleNamespace(packing=packing)
 
 
@@ -22,8 +18,8 @@ def test_the_largest_part_of_a_rank_is_said():
         "micro-steps by degree (ranks that share a pack): 1: 1,000, 8: 2; the largest part of a rank has 12,345 tokens"
     )
     assert SharedPacks(16, 4, {1: 2}).line().endswith(": 1: 2")
-    assert SharedPacks.of_stream(stream_of(tokens_per_rank=16), {1: 3}) == SharedPacks(16, 4, {1: 3})
-    assert SharedPacks.of_stream(stream_of(), {1: 3}) is None
+    assert SharedPacks.of_stream(stream_of(16), {1: 3}) == SharedPacks(16, 4, {1: 3})
+    assert SharedPacks.of_stream(stream_of(None), {1: 3}) is None
 
 
 @pytest.mark.parametrize("world_size, num_lines", [(1, 0), (2, 1), (3, 1)])
