@@ -61,12 +61,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda test: LONGEST.index(test.path.stem) if test.path.stem in LONGEST else len(LONGEST))
     if torch.cuda.is_available() or os.environ.get("GPU_TESTS_ON_CPU"):  # the latter tests the tests only
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    for test in items:
+        if test.get_closest_marker("gpu"):
+            test.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
 def forget_precision() -> None:
@@ -134,6 +134,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"messages": turns * (1 + i % 2), "source": "ab"[i % 2]} for i in range(40)]
     (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+@pytest.fixture
+def output_of(capsys):
+    """Return a function that runs a command of the package, checks its exit code and returns all that it writes."""
+
+    def run_command(*words, code=0):
+        capsys.readouterr()
+        assert main([*map(str, words)]) == code
+        return "".join(capsys.readouterr())
+
+    return run_command
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ def test_documents_are_what_they_are_alone(model_type):
     model_alone = copy.deepcopy(model).float()
     packed = PackedModel(model, torch.bfloat16, device, max_length=64)
     report = packed.prove(model)
-    assert report.isolated, report.summary()
-    assert report.equal, report.summary()
+    assert report.passed, report.summary()
     documents = [torch.randint(16, 128, (n,)) for n in LENGTHS]
     batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
     del batch["labels"]
@@ -59,7 +58,6 @@ def test_a_deep_model_is_proved_and_not_repaired(model_type, seed, device="cuda"
     packed = PackedModel(model, torch.bfloat16, device, max_length=64)
     packed.attach_packed_attention()
     for report in (check_isolation(model, max_length=64), packed.prove(model)):
-        assert report.isolated, report.summary()
-        assert report.equal, report.summary()
+        assert report.passed, report.summary()
     assert not packed.repaired
     assert not packed.is_unpacked

@@ -41,11 +41,11 @@ class Model(nn.Module):
 
 def documents() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
-    found = []
+    made_documents = []
     for length, prompt in ((19, 6), (7, 1), (30, 11), (12, 3), (5, 1)):
         ids = [BOS, *torch.randint(3, 64, (length - 2,), generator=generator).tolist(), EOS]
-        found.append({"input_ids": ids, "labels": [IGNORE] * prompt + ids[prompt:]})
-    return found
+        made_documents.append({"input_ids": ids, "labels": [IGNORE] * prompt + ids[prompt:]})
+    return made_documents
 
 
 THREADS = {
@@ -80,18 +80,19 @@ OURS = {
 WITHOUT_SHIFT = ("one document without a mask", "padding trained", "no shift", "shifted twice")
 
 
-def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
+def collate(pack: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
     if fault == "equal documents once":
-        found = [each for i, each in enumerate(found) if each["input_ids"] not in [e["input_ids"] for e in found[:i]]]
-    lengths = torch.tensor([len(each["input_ids"]) for each in found])
+        pack = list({tuple(document["input_ids"]): document for document in pack}.values())
+    ids = [torch.tensor(document["input_ids"]) for document in pack]
+    lengths = torch.tensor(list(map(len, ids)))
     position = torch.cat([torch.arange(n) for n in lengths])
-    labels = [each["labels"] for each in found]
-    if fault == "labels in another order" and len(found) > 1:
+    labels = [torch.tensor(document["labels"]) for document in pack]
+    if fault == "labels in another order" and len(pack) > 1:
         labels = labels[::-1]
     return {
-        "ids": torch.cat([torch.tensor(each["input_ids"]) for each in found]),
-        "labels": torch.cat([torch.tensor(row_labels) for row_labels in labels]),
-        "owner": torch.repeat_interleave(torch.arange(len(found)), lengths),
+        "ids": torch.cat(ids),
+        "labels": torch.cat(labels),
+        "owner": torch.repeat_interleave(torch.arange(len(pack)), lengths),
         "position": torch.arange(len(position)) if fault == "positions go on" else position,
     }
 
@@ -139,34 +140,34 @@ def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, 
         targets = torch.roll(ids, -1).masked_fill(targets == IGNORE, IGNORE)
     if fault == "first target of a pack lost" and int(owner.max()) > 0:
         targets[(targets != IGNORE).nonzero()[:1, 0]] = IGNORE
-    found = functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
+    loss = functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
     if fault == "nan without a target":
-        found = -logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != IGNORE)
+        loss = -logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != IGNORE)
     if fault == "padding trained":
-        found = found - 0.1 * logits.log_softmax(-1)[:, 0]
-    return found, targets != IGNORE
+        loss = loss - 0.1 * logits.log_softmax(-1)[:, 0]
+    return loss, targets != IGNORE
 
 
 def num_targets(batch: dict[str, Tensor]) -> Tensor:
     return ((batch["labels"][1:] != IGNORE) & (batch["owner"][1:] == batch["owner"][:-1])).sum()
 
 
-def weights_of(fault: str, found: list[tuple[Tensor, Tensor]], i: int, owner: Tensor) -> Any:
+def weights_of(fault: str, micro_batches: list[tuple[Tensor, Tensor]], i: int, owner: Tensor) -> Any:
     """Return the weight of each token of micro-batch `i` of a step, or one weight for all of them."""
-    loss, mask = found[i]
-    parts = len(found)
-    count = sum(each.sum() for _, each in found).clamp(min=1)
+    loss, mask = micro_batches[i]
+    num_batches = len(micro_batches)
+    count = sum(each_mask.sum() for _, each_mask in micro_batches).clamp(min=1)
     if fault in ("prime-rl#1957", "nanochat#400"):
-        return count / mask.sum().clamp(min=1) / parts
+        return count / mask.sum().clamp(min=1) / num_batches
     if fault == "AReno#75":
-        return count / sum(len(each) for each, _ in found)
+        return count / sum(len(each_loss) for each_loss, _ in micro_batches)
     if fault == "mean of documents":
         per_document = torch.zeros(int(owner.max()) + 1).index_add(0, owner, mask.float()).clamp(min=1)
         return count / per_document[owner]
     factors: dict[str, Any] = {
-        "unsloth-zoo#1023": 1 / parts,
+        "unsloth-zoo#1023": 1 / num_batches,
         "NeMo-RL#3380": 2,
-        "count of the first micro-batch": count / found[0][1].sum().clamp(min=1),
+        "count of the first micro-batch": count / micro_batches[0][1].sum().clamp(min=1),
         "nan without a target": mask.sum() / mask.sum(),  # where the loss is computed by hand
         "long packs weigh less": 1 / (1 + (len(loss) > 64)),
     }
@@ -177,10 +178,10 @@ def make(fault: str = "") -> tuple[Model, Callable, Callable, Callable]:
     model = Model()
 
     def step(micro_batches: list[dict[str, Tensor]]) -> None:
-        found = [losses(model, batch, fault) for batch in micro_batches]
-        count = sum(mask.sum() for _, mask in found).clamp(min=1)
+        computed = [losses(model, batch, fault) for batch in micro_batches]
+        count = sum(mask.sum() for _, mask in computed).clamp(min=1)
         for i, batch in enumerate(micro_batches):
-            (found[i][0] * weights_of(fault, found, i, batch["owner"]) / count).sum().backward()
+            (computed[i][0] * weights_of(fault, computed, i, batch["owner"]) / count).sum().backward()
 
     def reference(document: dict[str, list[int]]) -> Tensor:
         ids = torch.tensor(document["input_ids"])
@@ -188,4 +189,4 @@ def make(fault: str = "") -> tuple[Model, Callable, Callable, Callable]:
         logits = model(ids, torch.arange(len(ids)))[:-1]
         return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
-    return model, step, lambda found: collate(found, fault), reference
+    return model, step, lambda pack: collate(pack, fault), reference

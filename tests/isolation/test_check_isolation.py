@@ -151,12 +151,9 @@ def test_a_model_whose_documents_do_not_move_passes():
 
 @pytest.mark.parametrize("gap, passes", [(ROUNDING, True), (ROUNDING * ABOVE, False)])
 def test_a_change_is_a_leak_just_above_the_tolerance(traced, gap, passes):
-    probe = change_variants(gap)
-    report, pair = judge_probe(probe, None)
-    assert report.isolated is passes
-    assert report.equal
-    assert report.max_change == gap
-    assert report.max_difference == 0
+    report, pair = judge_probe(change_variants(gap), None)
+    assert (report.isolated, report.equal) == (passes, True)
+    assert (report.max_change, report.max_difference) == (gap, 0)
     assert report.reach == 300 * passes
     assert len(traced) == (not passes)
     if not passes:
@@ -169,10 +166,8 @@ def test_a_change_is_a_leak_just_above_the_tolerance(traced, gap, passes):
 def test_a_document_that_is_not_what_it_is_alone_is_unequal_just_above_the_tolerance(traced, gap, passes, place):
     probe = ScriptedProbe(lambda pack, i: gap * (len(pack[0]) == 13 and i == place))
     report, pair = judge_probe(probe, None)
-    assert report.equal is passes
-    assert report.isolated
-    assert report.max_change == 0
-    assert report.max_difference == gap
+    assert (report.isolated, report.equal) == (True, passes)
+    assert (report.max_change, report.max_difference) == (0, gap)
     assert report.reach == 300 * passes
     assert traced == []
     if not passes:
@@ -224,12 +219,12 @@ def test_the_report_names_the_dtype(dtype, name):
 
 
 def test_a_document_exceeds_the_largest_threshold_by_three_tokens(monkeypatch, traced):
-    given = []
-    found = ({"window": 40, "chunk": 64}, {"positions": 900})
-    monkeypatch.setattr(isolation, "thresholds", lambda *values: given.append(values) or found)
+    calls = []
+    tested = ({"window": 40, "chunk": 64}, {"positions": 900})
+    monkeypatch.setattr(isolation, "thresholds", lambda *values: calls.append(values) or tested)
     probe = ScriptedProbe()
     report = judge_probe(probe, 200)[0]
-    assert given == [("config", 200, 1)], "all documents of the small pack are longer than a threshold below 1"
+    assert calls == [("config", 200, 1)], "all documents of the small pack are longer than a threshold below 1"
     assert [pack for pack in probe.packs if len(pack) == 3] == [[7, 67, 9], [7, 8, 9]]
     assert report.unreachable == {"positions": 900}
     # Of the long pack, changes and differences count, and its modules are not recorded
@@ -282,16 +277,14 @@ def test_a_document_far_from_the_start_is_judged_like_the_others(traced, gap, re
         is_far = sum(map(len, pack)) == 611
         if not leaks or gap == ROUNDING:
             return gap * is_far
-        seen.extend([pack] * (is_far and not seen))
-        return gap * (is_far and pack is seen[0])
+        far_packs.extend([pack] * is_far)
+        return gap * (is_far and pack is far_packs[0])
 
-    seen = []
+    far_packs = []
     report, pair = judge_probe(ScriptedProbe(packed), 600, farthest=600)
-    assert report.reach == reach
     passes = reach == 600
-    assert report.equal is passes
-    assert report.isolated is (passes or not leaks)
-    assert report.max_difference == gap
+    assert (report.isolated, report.equal) == (passes or not leaks, passes)
+    assert (report.max_difference, report.reach) == (gap, reach)
     if not passes:
         assert pair.is_large
         assert pair.is_alone is not leaks
@@ -413,9 +406,9 @@ def test_the_smallest_gap_under_any_two_roundings_counts_for_each_token():
 def test_the_largest_gaps_are_explained_one_by_one_until_one_is_a_defect(monkeypatch):
     measurement = measure(ScriptedProbe())
     measurement.scale = 4.0
-    left = {"a": 0.0, "b": ROUNDING * 4, "c": 1.0, "d": 0.0}
+    smallest = {"a": 0.0, "b": ROUNDING * 4, "c": 1.0, "d": 0.0}
     asked = []
-    monkeypatch.setattr(isolation, "_smallest_gap", lambda probe, pair: asked.append(pair) or left[pair])
+    monkeypatch.setattr(isolation, "_smallest_gap", lambda probe, pair: asked.append(pair) or smallest[pair])
     gaps = [Gap(0.1, "d"), Gap(0.3, "b"), Gap(0.4, "a"), Gap(0.2, "c"), Gap(0.0, "e")]
     isolation._explain_by_rounding(measurement, gaps)
     assert asked == ["a", "b", "c"]
@@ -426,12 +419,12 @@ def test_the_largest_gaps_are_explained_one_by_one_until_one_is_a_defect(monkeyp
 
 
 def test_whole_packs_of_one_rank_are_tested_by_default(monkeypatch):
-    given = []
-    monkeypatch.setattr(isolation, "check_packs", lambda *values, **more: given.append((values, more)))
+    calls = []
+    monkeypatch.setattr(isolation, "check_packs", lambda *values, **more: calls.append((values, more)))
     isolation.check_isolation("model")
     images = SimpleNamespace(feature="images")
     isolation.check_isolation("model", 64, 2, images=images, user_attention="eager")
-    assert given == [
+    assert calls == [
         (("model", None, 1), {"feature": PLAIN, "user_attention": None, "farthest": None}),
         (("model", 64, 2), {"feature": "images", "user_attention": "eager", "farthest": 64}),
     ]
@@ -441,8 +434,8 @@ def test_whole_packs_of_one_rank_are_tested_by_default(monkeypatch):
 
 
 def report_of(**values):
-    given = {"max_change": 0.1, "max_difference": 0.1, "tolerance": 0.1}
-    return IsolationReport(isolated=True, equal=True, max_gradient=None, attention="sdpa", **given | values)
+    values = {"max_change": 0.1, "max_difference": 0.1, "tolerance": 0.1} | values
+    return IsolationReport(isolated=True, equal=True, max_gradient=None, attention="sdpa", **values)
 
 
 @pytest.fixture
@@ -450,15 +443,15 @@ def run_packs(monkeypatch):
     """Return a function that runs `check_packs` with a scripted probe, and reports and pairs set by hand."""
 
     def run(probe, *judged, **settings):
-        given = []
+        calls = []
         probes = []
         feature = SimpleNamespace(make_probe_class=lambda of: lambda *values: probes.append((of, *values)) or probe)
         monkeypatch.setattr(
-            isolation, "judge_probe", lambda *values, **more: given.append((values, more)) or judged[len(given) - 1]
+            isolation, "judge_probe", lambda *values, **more: calls.append((values, more)) or judged[len(calls) - 1]
         )
         report = check_packs(None, 64, feature=feature, **settings)
         assert probes == [(Probe, None, 1, None)]
-        return report, given
+        return report, calls
 
     return run
 
@@ -467,10 +460,10 @@ def test_a_report_has_the_larger_numbers_of_text_and_images(run_packs):
     probe = ScriptedProbe(has_further_examples=True, further_examples=lambda: "images")
     text = report_of(max_change=0.1, max_difference=0.4, tolerance=0.2, unreachable={"window": 5}, reach=300)
     images = report_of(max_change=0.3, max_difference=0.2, tolerance=0.1, reach=7)
-    report, given = run_packs(probe, (text, None), (images, None), farthest=64)
+    report, calls = run_packs(probe, (text, None), (images, None), farthest=64)
     assert (report.max_change, report.max_difference, report.tolerance) == (0.3, 0.4, 0.2)
     assert report.unreachable == {"window": 5}
-    assert given == [((probe, 64), {"farthest": 64}), ((probe, 64, "images"), {})]
+    assert calls == [((probe, 64), {"farthest": 64}), ((probe, 64, "images"), {})]
     report, _ = run_packs(probe, (images, None), (text, None))
     assert (report.max_change, report.max_difference, report.tolerance) == (0.3, 0.4, 0.2)
 

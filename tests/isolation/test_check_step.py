@@ -4,7 +4,7 @@ import re
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import loops
@@ -84,15 +84,7 @@ def test_nothing_holds_under_dropout(rate, fault):
     assert check_step(step, collate, loops.documents(), model).holds is not bool(fault)
 
 
-def test_a_coarse_tolerance_of_rounding_is_named():
-    report = StepReport((Law("labels", 0.01, "..."),), 0.06)
-    assert report.broken == ()
-    assert not report.holds
-    assert str(report).startswith("unknown labels")
-    assert StepReport((Law("labels", 0.01, "..."),), 0.05).holds
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [nan, inf])
 def test_no_law_holds_on_numbers_that_are_not_finite(value):
     model, step, collate, _ = loops.make()
 
@@ -106,7 +98,7 @@ def test_no_law_holds_on_numbers_that_are_not_finite(value):
     assert "not seen: any error, because gradients are not finite" in str(report)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
 @pytest.mark.parametrize("place", range(3))
 def test_a_gap_of_numbers_that_are_not_finite_is_infinite(value, place):
     right = torch.ones(3, 8, dtype=torch.float64)
@@ -115,7 +107,7 @@ def test_a_gap_of_numbers_that_are_not_finite_is_infinite(value, place):
     assert largest_gap(wrong, right) == inf
     assert largest_gap(right, wrong) == inf
     assert largest_gap(wrong, wrong) == inf
-    assert largest_gap(right, right) == 0
+    assert largest_gap(right, right) == largest_gap(right[:0], right[:0]) == 0
 
 
 @pytest.mark.parametrize("size, gap", [(1e-2, 1.0), (1e-3, 1.0), (1e-4, 0.1), (1e-6, 1e-3)])
@@ -128,13 +120,8 @@ def test_a_small_gradient_is_compared_with_a_thousandth_of_the_whole(size, gap):
     assert largest_gap(wrong, right) == pytest.approx(gap, rel=1e-3)
 
 
-def test_without_a_parameter_there_is_no_gap():
-    nothing = torch.zeros(0, 8, dtype=torch.float64)
-    assert largest_gap(nothing, nothing) == 0
-
-
 def test_no_gradient_is_invisible_to_the_products():
-    """The products of an antisymmetric matrix would all be 0 with the same vectors for rows and columns."""
+    """Products of an antisymmetric matrix would all be 0 with the same vectors for rows and columns."""
     draws = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(6, 6, generator=draws)) for _ in range(4)]
     for parameter in parameters:
@@ -143,20 +130,19 @@ def test_no_gradient_is_invisible_to_the_products():
     assert (gradient_products(parameters).norm(dim=1) > sizes / 2).all()
 
 
-def test_a_law_is_broken_above_the_tolerance_and_by_numbers_that_are_not_finite():
-    laws = [Law(name, error, "...") for name, error in (("scale", 0.01), ("order", 0.011), ("labels", inf))]
-    assert StepReport((*laws, Law("masked", float("nan"), "...")), tolerance=0.01).broken == (
-        "order",
-        "labels",
-        "masked",
-    )
-    assert StepReport((*laws, Law("masked", float("nan"), "...")), tolerance=inf).broken == ("labels", "masked")
-
-
 def test_nothing_holds_above_a_tolerance_of_five_percent():
-    assert StepReport((), tolerance=0.05).holds
-    assert not StepReport((), tolerance=0.0501).is_judged
-    assert not StepReport((), tolerance=0.0501).holds
+    law = Law("labels", 0.01, "...")
+    assert StepReport((law,), tolerance=0.05).holds
+    report = StepReport((law,), tolerance=0.0501)
+    assert (report.broken, report.is_judged, report.holds) == ((), False, False)
+    assert str(report).startswith("unknown labels")
+
+
+def test_a_law_is_broken_above_the_tolerance_and_by_numbers_that_are_not_finite():
+    errors = {"scale": 0.01, "order": 0.011, "labels": inf, "masked": nan}
+    laws = tuple(Law(name, error, "...") for name, error in errors.items())
+    assert StepReport(laws, tolerance=0.01).broken == ("order", "labels", "masked")
+    assert StepReport(laws, tolerance=inf).broken == ("labels", "masked")
 
 
 @pytest.mark.parametrize("fault, law", (loops.THREADS | loops.OURS).items())
@@ -174,18 +160,6 @@ def test_a_label_that_its_own_input_predicts_is_found_without_a_reference(fault)
     assert report_of(fault, has_reference=False).broken[:1] == ("shift",)
 
 
-def test_what_it_cannot_find():
-    """The check cannot find faults of lengths or numbers of documents that it is not given.
-
-    Nor does it find, without a reference, a factor that is always there.
-    """
-    model, step, collate, _ = loops.make("long packs weigh less")
-    lengths = zip((9, 6, 12, 5), loops.documents(), strict=False)
-    short = [{name: values[:n] for name, values in each.items()} for n, each in lengths]
-    assert check_step(step, collate, short, model).holds
-    assert report_of("NeMo-RL#3380", has_reference=False).holds
-
-
 def test_half_precision_shows_large_faults_and_nothing_of_small_ones():
     model, step, collate, reference = loops.make()
     model.bfloat16()
@@ -199,19 +173,11 @@ def test_half_precision_shows_large_faults_and_nothing_of_small_ones():
     assert check_step(step, collate, loops.documents(), model, reference=reference).broken[0] == "isolation"
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda found: found[:3], r"3 documents were given, 3 of them with a trained token, of 3 lengths\. A"),
-        (lambda found: [found[0]] * 5, r"5 documents were given, .* of 1 lengths"),
-        (lambda found: [*found, {"input_ids": [3, 4], "labels": [3, -100]}], "6 documents were given, 5 of them with"),
-        (lambda found: [found[0] | {"labels": [3]}, *found], r"Document 0 was given with 19 tokens and 1 labels"),
-    ],
-)
-def test_documents_that_show_nothing_are_refused(change, message):
+def test_documents_that_show_nothing_are_refused():
     model, step, collate, _ = loops.make()
+    message = r"3 documents were given, 3 of them with a trained token, of 3 lengths\. A"
     with pytest.raises(ValueError, match=message):
-        check_step(step, collate, change(loops.documents()), model)
+        check_step(step, collate, loops.documents()[:3], model)
 
 
 def test_a_step_that_leaves_no_gradient_is_refused():
@@ -244,10 +210,10 @@ def test_our_packs_hold(name):
 
     def step(micro_batches):
         count = sum(int((micro_batch["labels"][:, 1:] != -100).sum()) for micro_batch in micro_batches)
-        for each in micro_batches:
-            batch = {name: value for name, value in each.items() if name != "labels"}
+        for micro_batch in micro_batches:
+            batch = {name: value for name, value in micro_batch.items() if name != "labels"}
             logits = model(**batch | {"use_cache": False}).logits[0, :-1]
-            labels = each["labels"][0, 1:]
+            labels = micro_batch["labels"][0, 1:]
             (cross_entropy(logits, labels, reduction="sum") / max(count, 1)).backward()
 
     report = check_step(step, PackedDataCollator(), loops.documents(), model)
@@ -257,7 +223,7 @@ def test_our_packs_hold(name):
 @trl_trains
 def test_the_trainer_of_trl(tmp_path):
     """Following docs/check_step.md works on TRL's own trainer, as it packs."""
-    found = {}
+    reports = {}
     for name in ("llama", "opt"):
         model = build_tiny_model(name, vocab_size=64)
         args = trl.SFTConfig(str(tmp_path), packing=True, max_length=64, bf16=False, use_cpu=True, report_to=[])
@@ -270,10 +236,10 @@ def test_the_trainer_of_trl(tmp_path):
             for batch in batches:
                 trainer.training_step(trainer.model, batch, count)
 
-        found[name] = check_step(step, trainer.data_collator, loops.documents(), model)
-    assert found["llama"].holds, found["llama"]
-    assert found["opt"].broken[0] == "isolation", found["opt"]
-    assert {law.name: law.error for law in found["opt"].laws}["isolation"] > 0.1, found["opt"]
+        reports[name] = check_step(step, trainer.data_collator, loops.documents(), model)
+    assert reports["llama"].holds, reports["llama"]
+    assert reports["opt"].broken[0] == "isolation", reports["opt"]
+    assert {law.name: law.error for law in reports["opt"].laws}["isolation"] > 0.1, reports["opt"]
 
 
 # Ranks
@@ -281,7 +247,7 @@ def test_the_trainer_of_trl(tmp_path):
 
 def on_two_ranks(folder: Path) -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
-    found = {}
+    broken = {}
     for fault in ("", "times the ranks", "divided by the tokens of a rank"):
         model, _, collate, reference = loops.make()
         wrapped = DistributedDataParallel(model)
@@ -291,19 +257,19 @@ def on_two_ranks(folder: Path) -> None:
             if fault != "divided by the tokens of a rank":
                 torch.distributed.all_reduce(count)
                 count = count / 2 if fault != "times the ranks" else count / 4
-            for i, each in enumerate(micro_batches):
+            for i, micro_batch in enumerate(micro_batches):
                 with wrapped.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-                    (loops.losses(wrapped, each, "")[0].sum() / count.clamp(min=1e-3)).backward()
+                    (loops.losses(wrapped, micro_batch, "")[0].sum() / count.clamp(min=1e-3)).backward()
 
-        found[fault] = check_step(step, collate, loops.documents(), model, reference=reference).broken
+        broken[fault] = check_step(step, collate, loops.documents(), model, reference=reference).broken
     if torch.distributed.get_rank() == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(broken, folder / "broken.pt")
 
 
 @pytest.mark.processes
 def test_two_ranks(tmp_path):
     assert fork_ranks(2, partial(on_two_ranks, tmp_path))
-    found = torch.load(tmp_path / "found.pt")
-    assert found[""] == ()
-    assert found["times the ranks"][0] == "scale"
-    assert found["divided by the tokens of a rank"] == ("grouping",)
+    broken = torch.load(tmp_path / "broken.pt")
+    assert broken[""] == ()
+    assert broken["times the ranks"][0] == "scale"
+    assert broken["divided by the tokens of a rank"] == ("grouping",)

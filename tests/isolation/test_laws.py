@@ -77,7 +77,7 @@ ARRANGEMENTS = {
 }
 
 
-@pytest.mark.parametrize("law, arrangement", [(law, each) for law in ARRANGEMENTS for each in ARRANGEMENTS[law]])
+@pytest.mark.parametrize("law, arrangement", [(law, groups) for law in ARRANGEMENTS for groups in ARRANGEMENTS[law]])
 def test_an_error_in_one_arrangement_breaks_its_law(law, arrangement):
     laws = find_laws(lambda groups: right(groups) * (1.5 if indices_of(groups) == arrangement else 1))
     assert laws.pop(law) == pytest.approx(0.5)
@@ -87,10 +87,8 @@ def test_an_error_in_one_arrangement_breaks_its_law(law, arrangement):
 @pytest.mark.parametrize("first_label", [-100, 100])
 def test_an_error_with_and_without_the_first_label_breaks_the_law_of_labels(first_label):
     def wrong(groups):
-        is_wrong = len(groups[0]) == 5 and len(groups) == 1 and groups[0][0]["labels"][0] == first_label
-        return right(groups) * (
-            1.5 if is_wrong and indices_of(groups) == [[0, 1, 2, 3, 4]] and all_trained(groups) else 1
-        )
+        is_whole = indices_of(groups) == [[0, 1, 2, 3, 4]] and all_trained(groups)
+        return right(groups) * (1.5 if is_whole and groups[0][0]["labels"][0] == first_label else 1)
 
     assert find_laws(wrong)["labels"] == pytest.approx(0.5)
 
@@ -113,8 +111,8 @@ def test_each_document_is_tested_among_masked_neighbours(place):
 
 @pytest.mark.parametrize("factor, gap", [(2, 0), (1e-3, 0), (0, inf), (-1, inf)])
 def test_a_factor_is_no_leak_unless_it_removes_or_turns_the_gradient(factor, gap):
-    found = find_laws(lambda groups: right(groups) * (factor if len(groups[0]) == 5 and not all_trained(groups) else 1))
-    assert found["isolation"] == pytest.approx(gap, abs=1e-12)
+    laws = find_laws(lambda groups: right(groups) * (factor if len(groups[0]) == 5 and not all_trained(groups) else 1))
+    assert laws["isolation"] == pytest.approx(gap, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", _misleading_packs(DOCUMENTS))
@@ -151,16 +149,16 @@ def test_misleading_packs_by_hand():
     assert labels["have the token 0 inside"][0] == [-100, 0, 22]
     masked = _misleading_packs([_mask_labels(document) for document in documents])
     assert masked["have the token 0 inside"][0]["labels"] == [-100] * 3
-    short = _misleading_packs([make_document(first, 2) for first in (10, 20, 30)])
-    assert [document["input_ids"] for document in short["are cut in the middle"]] == [[10, 11], [20, 21], [30, 31]]
-    assert [document["input_ids"] for document in short["lack their first token"]] == [[10, 11], [20, 21], [30, 31]]
+    short_documents = [make_document(first, 2) for first in (10, 20, 30)]
+    short = _misleading_packs(short_documents)
+    assert short["are cut in the middle"] == short["lack their first token"] == short_documents
 
 
 # The law of shifts
 
 
-@pytest.mark.parametrize("moved, seen", [(20.0, False), (21.0, False), (21.01, True)])
-def test_the_shift_is_tested_where_a_label_moves_its_gradient_by_more_than_five_percent(moved, seen):
+@pytest.mark.parametrize("moved, is_tested", [(20.0, False), (21.0, False), (21.01, True)])
+def test_the_shift_is_tested_where_a_label_moves_its_gradient_by_more_than_five_percent(moved, is_tested):
     tokens = DOCUMENTS[1]["input_ids"]  # the longest
 
     def gradient_of(groups):
@@ -173,7 +171,7 @@ def test_the_shift_is_tested_where_a_label_moves_its_gradient_by_more_than_five_
 
     probe = ScriptedStep()
     probe.gradient_of = gradient_of
-    assert probe.effect_of_last_input() == (0.15 if seen else None)
+    assert probe.effect_of_last_input() == (0.15 if is_tested else None)
 
 
 @pytest.mark.parametrize("moved, counts", [(20.0, False), (21.0, False), (19.0, False), (21.01, True)])
@@ -234,23 +232,23 @@ def test_ranks_divide_each_group(rank, num_ranks, groups, expected, documents):
     probe = ScriptedStep()
     probe.rank = rank
     probe.num_ranks = num_ranks
-    ran = []
-    probe.step = ran.extend
+    micro_batches = []
+    probe.step = micro_batches.extend
     num_trained = sum(len(DOCUMENTS[i]["input_ids"]) - 1 for i in documents)
     total = sum(vector_of(DOCUMENTS[i]) for i in documents)
-    probe.gradient_after = lambda run: run() or 1.25 * total / num_trained
+    probe.gradient_after = lambda step: step() or 1.25 * total / num_trained
     assert probe.gap_over_ranks([[DOCUMENTS[i] for i in group] for group in groups]) == pytest.approx(0.25)
-    assert indices_of(ran) == expected
+    assert indices_of(micro_batches) == expected
 
 
 def test_the_law_of_groupings_divides_every_grouping_over_ranks():
     probe = ScriptedStep()
     probe.num_ranks = 2
-    seen = []
-    probe.gap_over_ranks = lambda groups: seen.append(indices_of(groups)) or 0.1 * len(seen)
+    groupings = []
+    probe.gap_over_ranks = lambda groups: groupings.append(indices_of(groups)) or 0.1 * len(groupings)
     law = next(law for law in probe.test_laws() if law.name == "grouping")
     assert law.error == pytest.approx(0.5)
-    assert seen == [[[0, 1, 2, 3, 4]], *ARRANGEMENTS["grouping"]]
+    assert groupings == [[[0, 1, 2, 3, 4]], *ARRANGEMENTS["grouping"]]
     assert "micro-batches and ranks" in law.sentence
 
 
@@ -262,11 +260,10 @@ def test_the_law_of_groupings_divides_every_grouping_over_ranks():
     [(0.0, 0.0, 1e-6), (1e-8, 5e-8, 1e-6), (1e-3, 2e-3, 2e-2), (3e-3, 2e-3, 3e-2), (0.0, 1.5e-7, 1.5e-6)],
 )
 def test_the_tolerance_is_ten_times_the_larger_change(monkeypatch, repetition, rounding, tolerance):
-    found = []
-    monkeypatch.setattr(module, "_StepProbe", lambda *args: found.append(ScriptedStep()) or found[0])
+    monkeypatch.setattr(module, "_StepProbe", lambda *args: ScriptedStep())
     monkeypatch.setattr(ScriptedStep, "measure_repetition", lambda probe: repetition)
     monkeypatch.setattr(ScriptedStep, "measure_rounding", lambda probe: rounding)
-    report = check_step(None, None, DOCUMENTS, found)
+    report = check_step(None, None, DOCUMENTS, None)
     assert report.tolerance == pytest.approx(tolerance, rel=1e-12)
     assert report.holds
 
@@ -281,12 +278,12 @@ def test_one_product_of_one_document_is_a_gradient(monkeypatch):
 
 def test_a_gradient_is_summed_over_trained_tokens():
     probe = ScriptedStep()
-    seen = []
-    probe.step = seen.extend
-    probe.gradient_after = lambda run: run() or 3 * UNIT
-    found = _StepProbe.summed_gradient(probe, [DOCUMENTS[:2], [_mask_labels(DOCUMENTS[2])]])
-    assert torch.equal(found, 3 * (2 + 7) * UNIT)
-    assert indices_of(seen) == [[0, 1], [2]]
+    micro_batches = []
+    probe.step = micro_batches.extend
+    probe.gradient_after = lambda step: step() or 3 * UNIT
+    gradient = _StepProbe.summed_gradient(probe, [DOCUMENTS[:2], [_mask_labels(DOCUMENTS[2])]])
+    assert torch.equal(gradient, 3 * (2 + 7) * UNIT)
+    assert indices_of(micro_batches) == [[0, 1], [2]]
 
 
 def test_rounding_is_the_largest_change_of_three_draws():
@@ -304,15 +301,15 @@ def test_noise_is_half_a_unit_in_the_last_place(dtype):
     """Below 1, numbers are half an epsilon apart; a number of 1 is moved there by a quarter of all draws."""
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
     ones = torch.ones(4000, dtype=dtype)
-    seen = []
+    draws = []
     for seed in (0, 1, 1):
         with _rounding_noise(model[0], seed):
-            seen.append(model[0](ones))
+            draws.append(model[0](ones))
             assert model[0](torch.arange(3)).tolist() == [0, 1, 2]
-    assert sorted({*seen[0].tolist()}) == [1 - torch.finfo(dtype).eps / 2, 1]
-    assert (seen[0] < 1).double().mean() == pytest.approx(0.25, abs=0.03)
-    assert not torch.equal(seen[0], seen[1])
-    assert torch.equal(seen[1], seen[2])
+    assert sorted({*draws[0].tolist()}) == [1 - torch.finfo(dtype).eps / 2, 1]
+    assert (draws[0] < 1).double().mean() == pytest.approx(0.25, abs=0.03)
+    assert not torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[1], draws[2])
     assert torch.equal(model[0](ones), ones), "a hook that was left behind"
     with _rounding_noise(model, 0):  # the module around the two innermost ones adds nothing
         assert 0.3 < (model(ones) < 1).double().mean() < 0.5
@@ -363,9 +360,9 @@ def test_a_dropout_is_active_with_a_rate_above_0_in_training(rate, training, act
         """Has no rate."""
 
     assert not _is_active_dropout(Dropout())
-    other = torch.nn.Linear(1, 1)
-    other.p = 0.5
-    assert not _is_active_dropout(other)
+    linear = torch.nn.Linear(1, 1)
+    linear.p = 0.5
+    assert not _is_active_dropout(linear)
 
 
 # Documents

@@ -106,11 +106,9 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert not packed_model.is_unpacked
     assert {repair.module: repair.way for repair in packed_model.repaired} == wanted.repaired
     judge = Judge(pristine, decides_only=True)
-    found = judge.judge(model)
-    assert found.right, found
-    if wanted.static:
-        found = judge.judge(model, static)
-        assert found.right, found
+    for feed in (None, static)[: 1 + wanted.static]:
+        judgement = judge.judge(model, feed)
+        assert judgement.right, judgement
     after = model.state_dict()
     assert after.keys() == weights.keys()
     assert all(torch.equal(after[name], weights[name]) for name in weights)
@@ -122,13 +120,13 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         assert wanted.repaired or shares or "a scan that cannot begin with the state of a prefix" in reason
         assert not wanted.repaired or reason.startswith("these modules are repaired")
     if shares:  # logits and every gradient, in fp64
-        for each in (model, pristine):
-            each.set_experts_implementation("eager")  # the grouped matrix product has no float64
+        for built_model in (model, pristine):
+            built_model.set_experts_implementation("eager")  # the grouped matrix product has no float64
         with in_double():
-            found = PrefixJudge(pristine).compare(model, torch.float64)
+            judgement = PrefixJudge(pristine).compare(model, torch.float64)
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
-        assert found.refusal is None, found
-        assert 0 < found.error < limit, found
+        assert judgement.refusal is None, judgement
+        assert 0 < judgement.error < limit, judgement
     packed_model.restore_own_attention()
     assert not this_thread.packed_forwards
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
@@ -147,18 +145,18 @@ def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
     rounded = judge.compare(model, torch.float32).error
     assert rounded > 1e-6
     monkeypatch.setattr("sweep.judge.TOLERANCE", rounded / 10)  # so that fp32 decides nothing, as for lara_mini
-    found = judge.judge(model)
-    assert found.dtype is torch.float64
-    assert found.right, found
+    judgement = judge.judge(model)
+    assert judgement.dtype is torch.float64
+    assert judgement.right, judgement
     assert next(model.parameters()).dtype is torch.float32
 
     def leak(module, args, output):  # smaller than the rounding of fp32
         return output + rounded / 10 * output.roll(1, dims=1)
 
     model.model.layers[0].mlp.register_forward_hook(leak)
-    found = judge.judge(model)
-    assert found.dtype is torch.float64
-    assert not found.right, found
+    judgement = judge.judge(model)
+    assert judgement.dtype is torch.float64
+    assert not judgement.right, judgement
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
@@ -170,5 +168,5 @@ def test_packs_of_one_shape_without_our_attention(model_type, settings):
     packed_model = PackedModel(model, torch.float32, "cpu", 64, **settings)
     assert packed_model.prove(model).passed
     assert packed_model.is_unpacked is ("on_leak" in settings)
-    found = Judge(zoo.build_model(model_type), decides_only=True).judge(model, static)
-    assert found.right, found
+    judgement = Judge(zoo.build_model(model_type), decides_only=True).judge(model, static)
+    assert judgement.right, judgement

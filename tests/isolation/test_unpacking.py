@@ -25,9 +25,9 @@ def test_any_documents_come_back_in_order(lengths):
     documents, batch = pack(lengths)
     UnpackedForward(model).install()
     with torch.no_grad():
-        found = model(**batch).logits[0]
-        alone = torch.cat([model(ids[None]).logits[0] for ids in documents])
-    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+        in_pack = model(**batch).logits[0]
+        of_documents = torch.cat([model(ids[None]).logits[0] for ids in documents])
+    torch.testing.assert_close(in_pack, of_documents, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_is_bounded_by_grouping_documents_of_similar_length():
@@ -60,9 +60,9 @@ def test_router_logits_come_without_padding():
     UnpackedForward(model).install()
     with torch.no_grad():
         routed = model.model(**batch, output_router_logits=True)
-        alone = [model.model(ids[None], output_router_logits=True).router_logits for ids in documents]
-    for layer, parts in zip(routed.router_logits, zip(*alone, strict=True), strict=True):
-        torch.testing.assert_close(layer, torch.cat(parts), rtol=1e-5, atol=1e-6)
+        logits_alone = [model.model(ids[None], output_router_logits=True).router_logits for ids in documents]
+    for in_pack, of_documents in zip(routed.router_logits, zip(*logits_alone, strict=True), strict=True):
+        torch.testing.assert_close(in_pack, torch.cat(of_documents), rtol=1e-5, atol=1e-6)
 
 
 def test_the_report_says_that_and_why(tmp_path, capsys):
@@ -77,11 +77,11 @@ def test_the_report_says_that_and_why(tmp_path, capsys):
 def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
     model = build_tiny_model(leaking_example().model_type)
     kwargs = {"model": model, "trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
-    packed = build_trainer(tmp_path, texts(), **kwargs)
-    plain = build_trainer(tmp_path, texts(), packing=False, **kwargs)
-    between = build_trainer(tmp_path, texts(), packing=False, eval_packing=True, **kwargs)
-    refusing = build_trainer(tmp_path, texts(), on_leak="raise", **kwargs)  # it is not repaired, so rows are padded
-    losses = [run.evaluate()["eval_loss"] for run in (plain, packed, between, refusing)]
+    # With "raise" it is not repaired, so rows are padded
+    all_settings = ({"packing": False}, {}, {"packing": False, "eval_packing": True}, {"on_leak": "raise"})
+    losses = [
+        build_trainer(tmp_path, texts(), **kwargs, **settings).evaluate()["eval_loss"] for settings in all_settings
+    ]
     assert losses == [pytest.approx(losses[0], rel=1e-6)] * 4
 
 

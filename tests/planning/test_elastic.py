@@ -138,15 +138,6 @@ def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp
             assert documents_of(again, later) == documents_of(planner, later)
 
 
-def test_nothing_is_planned_anew_without_a_change(tmp_path):
-    launch = {"accumulation": 2, "world_size": 2, "batch_size": 1}
-    planner = resumed("stream", launch, None)
-    again = resumed("stream", launch, Saved(planner, launch, planner.num_steps + 2, tmp_path))
-    assert again.has_equal_epochs
-    assert again.position(planner.num_steps + 2) == (1, 2)
-    assert np.array_equal(again.schedule(1).order, planner.schedule(1).order)
-
-
 def test_an_epoch_that_drops_its_last_step_ends_there(tmp_path):
     """Documents that no step reached are not trained in the next run, if the epoch was complete."""
     launch = {"accumulation": 3, "world_size": 2, "batch_size": 1, "drop_last": True}

@@ -1,14 +1,12 @@
 """`planning`: every document once, no pack over capacity, exact best-fit decreasing, order kept, few packs."""
 
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.launch import PROCESS_SECONDS
+from support.launch import run_python
 from support.packing_settings import CHANGES
 
 from trl_packfix.planning.exact_fill import StreamPacker
@@ -307,5 +305,4 @@ def test_planning_needs_numpy_only():
         "import sys, trl_packfix.planning.packing; from trl_packfix import plan_packs; plan_packs([3, 4, 5], 8, 'bfd');"
         "print([m for m in ('torch', 'datasets', 'trl', 'transformers', 'pyarrow', 'numba') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_SECONDS)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert run_python("-c", code).stdout.strip() == "[]"

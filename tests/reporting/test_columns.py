@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 from support.runs import build_trainer
 
-from trl_packfix.cli import forecast, main
+from trl_packfix.cli import forecast
 from trl_packfix.reporting import columns, lines, report
 from trl_packfix.reporting.columns import Column
 
@@ -21,19 +21,17 @@ def say_more(report):
     yield "documents in a pack", f"{PER_PACK.value(report):.2f}"
 
 
-def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys):
+def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, output_of):
     (tmp_path / "lengths.txt").write_text("8 8 8 8 8 8")
     words = ["plan", str(tmp_path / "lengths.txt"), "--max-length", "16", "--batch-size", "2"]
     for module in (report, forecast):  # both read one tuple; a real entry is written into it
         assert module.COLUMNS is columns.COLUMNS
         monkeypatch.setattr(module, "COLUMNS", (*columns.COLUMNS, PER_PACK))
-    assert main([*words, "--strategy", "bfd"]) == 0
-    out = capsys.readouterr().out
+    out = output_of(*words, "--strategy", "bfd")
     heading, row = (line.split() for line in out.splitlines() if line.split()[:1] in (["max_length"], ["16"]))
     assert row[heading.index("docs/pack")] == "3.00"  # 6 documents of 8 tokens in packs of 32: 4 and 2
     assert "docs/pack: mean number of documents in a pack" in out
-    assert main([*words, "--strategy", "minibatch"]) == 0
-    assert "docs/pack" not in capsys.readouterr().out
+    assert "docs/pack" not in output_of(*words, "--strategy", "minibatch")
     monkeypatch.setattr(report, "LINES", (*lines.LINES, say_more))
     trainer = build_trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16)
     trainer.get_train_dataloader()

@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -17,7 +16,7 @@ from datasets import Dataset
 from matplotlib.image import imread
 from rich.console import Console
 from support.features import needs
-from support.launch import PROCESS_SECONDS
+from support.launch import run_to_end
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import build_trainer, config
 
@@ -180,7 +179,7 @@ def test_numbers_that_were_saved_are_read_back(trainer, output):
     assert numbers.sample.fills == report.sample.fills
 
 
-def test_the_page_of_a_run_that_has_not_ended(trainer, output, tmp_path, capsys, monkeypatch):
+def test_the_page_of_a_run_that_has_not_ended(trainer, output, tmp_path, output_of, monkeypatch):
     """Read the log of its newest checkpoint. Texts of a run are no HTML, and without matplotlib nothing is drawn."""
     report = trainer.packing_report
     replace(report, model="<b>a model</b>").save(tmp_path)
@@ -196,8 +195,7 @@ def test_the_page_of_a_run_that_has_not_ended(trainer, output, tmp_path, capsys,
         )
     assert read_run(tmp_path).log == [{"step": 10}]
     monkeypatch.setattr(page, "find_spec", lambda name: None)
-    assert main(["report", str(tmp_path)]) == 0
-    assert "pip install matplotlib" in capsys.readouterr().out
+    assert "pip install matplotlib" in output_of("report", tmp_path)
     assert pictures_of((tmp_path / "packing_report.html").read_text()) == {}
 
 
@@ -209,11 +207,10 @@ def test_the_page_of_a_run_that_has_not_ended(trainer, output, tmp_path, capsys,
         (None, "Give the `output_dir` of a run on packs"),
     ],
 )
-def test_a_folder_without_a_whole_report_is_refused(saved, message, tmp_path, capsys):
+def test_a_folder_without_a_whole_report_is_refused(saved, message, tmp_path, output_of):
     if saved is not None:
         (tmp_path / "packing_report.json").write_text(saved)
-    assert main(["report", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in output_of("report", tmp_path, code=2)
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -226,7 +223,7 @@ def test_a_browser_shows_the_page_without_a_network(output, tmp_path):
     offline = ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=800,2400", *offline]
     command = [BROWSER, *flags, f"--screenshot={picture}", (output / "packing_report.html").as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=PROCESS_SECONDS)
+    run_to_end(*command)
     pixels = (255 * imread(picture)[..., :3]).astype(int)
     is_blue = (np.abs(pixels - (0, 0x72, 0xB2)) < 8).all(axis=-1)  # the line of the loss and the bars of the fill
     is_sky = (np.abs(pixels - (0x56, 0xB4, 0xE9)) < 8).all(axis=-1)  # the bars of costs

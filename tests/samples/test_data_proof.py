@@ -651,17 +651,11 @@ TRACE = messages(
 )
 # What is put before a template, the path and role of what it changes then
 MUTANTS = {
-    "a role": ("{%- set messages = messages | rejectattr('role', 'equalto', 'tool') | list -%}", "content", "tool"),
     "the last message": ("{%- set messages = messages[:-1] -%}", "content", "assistant"),
     "a tool": ("{%- set tools = tools[:-1] -%}", "tools", ""),
     "a call": (
         f"{NEW}{{%- set all.m = all.m + [dict(m, tool_calls=m.tool_calls[:-1]) if m.tool_calls else m] -%}}{END}",
         "tool_calls",
-        "assistant",
-    ),
-    "a thought": (
-        f"{NEW}{{%- set all.m = all.m + [dict(m, reasoning_content='', thinking='')] -%}}{END}",
-        "reasoning_content",
         "assistant",
     ),
     "twice": (

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,26 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     settings |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DS_ACCELERATOR": "cpu"}
     settings |= {"TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))}
     return os.environ | settings | env
+
+
+def run_to_end(
+    *command: str | Path,
+    cwd: Path | None = None,
+    succeeds: bool = True,
+    seconds: int = PROCESS_SECONDS,
+    **env: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, with this package for its Python; it must succeed unless `succeeds` is False."""
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
+    options = {"cwd": cwd, "env": settings, "timeout": seconds}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    assert done.returncode == 0 or not succeeds, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def run_python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` with the options of `run_to_end`."""
+    return run_to_end(sys.executable, *arguments, **options)
 
 
 def run_logged(command: list[str], log: Path, seconds: int, **env: str) -> int:
