@@ -58,21 +58,6 @@ def test_arguments_of_transformers_are_known():
 # The proof compares with the model as it was given
 
 
-@current_models
-def test_a_selection_that_our_attention_leaves_out_is_seen(monkeypatch):
-    """Without the refusal, the document alone on our attention would be as dense as the pack."""
-    monkeypatch.setattr(varlen, "_check_arguments", lambda module, kwargs: None)
-
-    report = proved(zoo.build_model(MINIMAX), on_leak="raise")[1]
-    assert report.attention == ATTENTION_NAME
-    assert report.isolated
-    assert not report.equal
-    assert report.max_difference > 0.1
-    monkeypatch.setattr(Probe, "as_given", lambda self, length: self.evaluating())
-    report = proved(zoo.build_model(MINIMAX), on_leak="raise")[1]
-    assert report.equal, "the fault must be invisible without the model's own attention"
-
-
 def test_an_error_of_our_attention_is_seen():
     """Made in packs and alone alike, it would cancel out against our attention on the document alone."""
 
