@@ -4,14 +4,13 @@ import csv
 import json
 import re
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from support.features import PRESENT, needs
-from support.launch import PROCESS_SECONDS
+from support.launch import run_to_end
 from support.models import build_tiny_model
 from support.versions import gemma3_leaks
 from sweep import image_families
@@ -19,7 +18,6 @@ from sweep import model_types as sweeping
 from sweep import page as compatibility
 from sweep.model_types import NOT_TESTED, VERDICTS, sweep_type
 
-from trl_packfix.cli import main
 from trl_packfix.feature import PLAIN
 from trl_packfix.isolation.packed_model import PackedModel
 
@@ -91,8 +89,7 @@ def test_the_table_of_the_page_reads_and_filters_the_csv():
         const verdict = { [header.indexOf("verdict")]: "repaired" };
         console.log(JSON.stringify([header, rows, filterRows(rows, ["gpt", "causal"], verdict)]));
     """
-    command = ["node", "-e", script, str(DOCS / "javascripts" / "table.js"), str(DOCS / "compatibility.csv")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS)
+    done = run_to_end("node", "-e", script, DOCS / "javascripts" / "table.js", DOCS / "compatibility.csv")
     header, rows, verdicts = json.loads(done.stdout)
     with (DOCS / "compatibility.csv").open(newline="") as file:
         assert [header, *rows] == list(csv.reader(file))
@@ -135,9 +132,8 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_check_a_model(saved, capsys):
-    assert main(["check", str(saved / "llama")]) == 0
-    out = capsys.readouterr().out
+def test_check_a_model(saved, output_of):
+    out = output_of("check", saved / "llama")
     assert out.startswith("Isolation check\n")
     assert "verdict" in out
     assert re.search(r"\n *verdict +isolated: ", out)
@@ -146,20 +142,19 @@ def test_check_a_model(saved, capsys):
 
 
 @needs("hybrids")
-def test_the_kernels_of_mixers_are_named(saved, capsys):
-    assert main(["check", str(saved / "lfm2")]) == 0
-    assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out)
+def test_the_kernels_of_mixers_are_named(saved, output_of):
+    out = output_of("check", saved / "lfm2")
+    assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", out)
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
-def test_the_answer_is_of_the_attention_that_is_asked_for(saved, printed, capsys):
+def test_the_answer_is_of_the_attention_that_is_asked_for(saved, printed, output_of):
     """It must name the attention of which it speaks, and say if training would run another."""
     eager = ("check", saved / "llama", "--attn_implementation", "eager")
     asked = printed(*eager)
     assert asked["attention"] == asked["as_it_is"]["attention"] == "eager"
     assert asked["attention_of_training"] == "packfix_varlen"
-    assert main([*map(str, eager)]) == 0
-    assert re.search(r"\n *training +runs packfix_varlen in its place, unless you set", capsys.readouterr().out)
+    assert re.search(r"\n *training +runs packfix_varlen in its place, unless you set", output_of(*eager))
     own_report = printed(*eager, "--enforce_flash_attention", "false")
     assert own_report["attention"] == own_report["as_it_is"]["attention"] == "eager"
     assert own_report["attention_of_training"] is None

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from support.features import PRESENT
-from support.launch import PROCESS_SECONDS
+from support.launch import PROCESS_SECONDS, run_to_end
 from support.models import build_tokenizer
 from support.runs import all_documents, build_trainer, stock
 
@@ -27,11 +28,13 @@ PROGRAM = [sys.executable, "-m", "trl_packfix"]
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_teaches(command, capsys):
+def test_help_teaches_in_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stopped:
         main(["--help"] if command is None else [command, "--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
+    assert max(map(len, text.splitlines())) <= 80
     if command is None:
         assert all(f"  {name} " in text for name in COMMANDS)
     else:
@@ -40,28 +43,22 @@ def test_help_teaches(command, capsys):
         assert text.count(f"trl-packfix {command}") > (1 if command != "check" else 0)  # usage, and examples
 
 
-def run_alone(folder, *words, **settings):
-    """Run the command in a process of its own."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | settings
-    options = {"cwd": folder, "env": env, "timeout": PROCESS_SECONDS}
-    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True, **options)
-
-
 @pytest.mark.processes
 def test_json_is_all_that_stdout_holds(workplace):
     """Libraries that log to stdout do so when they are first imported."""
-    done = run_alone(workplace, "plan", "rows.jsonl", "--tokenizer", "model", "--max-length", "512", "--json")
+    words = "plan rows.jsonl --tokenizer model --max-length 512 --json".split()
+    done = run_to_end(*PROGRAM, *words, cwd=workplace)
     assert json.loads(done.stdout)["max_length"] == 512
     assert "Tokenizing train dataset" in done.stderr  # long work shows its progress
     assert "get_accelerator" not in done.stderr, "the warning of DeepSpeed"
 
 
-def prepare(workplace, capsys, output, *words):
-    """Run `prepare` on conversations, and on prompts and completions that are text; return its exit code and output."""
-    Dataset.from_list([{"prompt": "p", "completion": "c" * i} for i in range(5)]).to_json(workplace / "pairs.jsonl")
-    names = [str(workplace / name) for name in ("rows.jsonl", "pairs.jsonl")]
-    code = main(["prepare", *names, "--tokenizer", str(workplace / "model"), "--output", str(output), *words])
-    return code, capsys.readouterr()
+@pytest.fixture
+def prepare_words(workplace):
+    """Return the command that prepares conversations, and prompts and completions that are text."""
+    pairs = workplace / "pairs.jsonl"
+    Dataset.from_list([{"prompt": "p", "completion": "c" * i} for i in range(5)]).to_json(pairs)
+    return ["prepare", workplace / "rows.jsonl", pairs, "--tokenizer", workplace / "model", "--output"]
 
 
 @pytest.mark.processes
@@ -69,8 +66,7 @@ def test_a_terminal_without_the_characters_gets_escapes_and_a_closed_pipe_is_no_
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     Dataset.from_dict({"text": ["\u00e9\u4e2d" * 20] * 3000}).to_json(tmp_path / "rows.jsonl")
     words = "show rows.jsonl --tokenizer tokenizer --max-length 64 --packs 3000".split()
-    ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    shown = run_alone(tmp_path, *words, **ascii_only).stdout
+    shown = run_to_end(*PROGRAM, *words, cwd=tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii").stdout
     assert "\\u4e2d" in shown or "\\x" in shown or "\\ufffd" in shown
     settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     with subprocess.Popen([*PROGRAM, *words], stdout=-1, stderr=-1, **settings) as process:
@@ -85,10 +81,8 @@ def test_a_terminal_without_the_characters_gets_escapes_and_a_closed_pipe_is_no_
     assert "Traceback" not in error
 
 
-def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
-    code, printed = prepare(workplace, capsys, tmp_path / "table", "--json")
-    manifest = json.loads(printed.out)
-    assert code == 0
+def test_prepare_makes_what_training_would_make(prepare_words, workplace, tmp_path, printed):
+    manifest = printed(*prepare_words, tmp_path / "table")
     assert manifest == json.loads((tmp_path / "table" / "prepared.json").read_text())
     table = load_from_disk(tmp_path / "table")
     assert table.column_names == ["input_ids", "labels"]
@@ -106,34 +100,31 @@ def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     assert trainer.packing_report.ledger.given.tokens == manifest["tokens"]
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
+def test_a_full_disk_leaves_nothing_behind(tmp_path, output_of):
     """Limit the size of files, which is to a writer what a full disk is: an OSError in the middle of a file."""
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     Dataset.from_dict({"text": ["x" * 500] * 2000}).to_json(tmp_path / "rows.jsonl")
-    words = ["prepare", str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--output"]
-    assert main([*words, str(tmp_path / "first")]) == 0  # all caches are written
+    words = ["prepare", tmp_path / "rows.jsonl", "--tokenizer", tmp_path / "tokenizer", "--output"]
+    output_of(*words, tmp_path / "first")  # all caches are written
     assert max(file.stat().st_size for file in (tmp_path / "first").iterdir()) > 2**20
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for output in (tmp_path / "new", tmp_path / "empty"):
         if is_there := output.name == "empty":
             output.mkdir()
-        capsys.readouterr()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
         try:
-            assert main([*words, str(output)]) == 2
+            text = output_of(*words, output, code=2)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert f"`--output {output}` was given, and writing failed" in capsys.readouterr().err
+        assert f"`--output {output}` was given, and writing failed" in text
         assert output.exists() == is_there
         assert not [*output.glob("*")]
-        assert main([*words, str(output)]) == 0
+        output_of(*words, output)
 
 
 REFUSED = {  # words -> the message
     "plan no/such/data": "`no/such/data` was given as a dataset. There is no such file or folder here",
-    "plan nowhere.jsonl": "There is no such file or folder here",
     "plan rows.jsonl --tokenizer no/such/model": "`no/such/model` was given. It cannot be loaded",
-    "plan a.txt --tokens-per-rank 64 --exchange-speeds {bad": "`exchange_speeds={bad` was given",
     "plan rows.jsonl": "Set `--tokenizer` or `--model`",
     "plan rows.jsonl a.txt --tokenizer model": "1 file with lengths and 1 dataset were given",
     "plan a.txt --world-size 0": "`--world-size 0`",
@@ -143,7 +134,6 @@ REFUSED = {  # words -> the message
     "plan rows.jsonl --tokenizer model --num-proc 0": "`dataset_num_proc=0` was given",
     "plan a.txt --seed -1": "`seed=-1` was given",
     "plan a.txt --batch-size 0": "`per_device_train_batch_size=0`",
-    "plan a.txt --max-length 1": "`max_length=1` was given",
     "plan a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",
     "plan a.txt --max-length 8 --overlong raise": "refuses such documents",
     "plan a.txt --model model --max-length 9999": "has 4096 positions",
@@ -151,7 +141,6 @@ REFUSED = {  # words -> the message
     "plan twice.csv --model model": "2 of its 3 columns have the name 'text'",
     "plan lengths.csv": "2 of its 2 columns have the name 'length'",
     "plan below": "token ids from -1 to 9. Ids are rows of the embedding",
-    "plan above": "token ids from 5 to 1000000000. Ids",
     "plan rows.xml": "Files named .xml are not supported",
     "plan rows.jsonl --model model --split test": "`--split test` was given",
     "plan a.txt --split test": "`--split test` was given",
@@ -172,7 +161,6 @@ REFUSED = {  # words -> the message
     "recipes bert": "one that `trl-packfix recipes` lists",
     "show": "`show` was given without DATA",
     "show x.jsonl --packs 0": "Set it to 1 or more",
-    "show x.jsonl --world-size 0": "Set it to 1 or more",
     "prepare --output new": "`prepare` was given without DATA",
     "prepare rows.jsonl --output new": "No tokenizer was given",
     "prepare rows.jsonl --output .": "is not empty",
@@ -181,36 +169,46 @@ if "prefixes" in PRESENT:
     REFUSED["plan a.txt --share-prefixes pack"] = "`--share-prefixes pack` was given with the lengths of 3 documents"
 
 
+@pytest.fixture(scope="module")
+def refused(workplace):
+    """Return the folder with data that are refused."""
+    texts = {"twice.csv": "text,id,text\na,1,b\n", "lengths.csv": "length,length\n3,4\n"}
+    for name, text in (texts | {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}).items():
+        (workplace / name).write_text(text)
+    tables = {"saved": {"input_ids": [[1, 2, 3]]}, "below": {"input_ids": [[5, -1, 9]]}}
+    tables["labelled"] = tables["saved"] | {"labels": [[-100, 2, 3]]}
+    for name, columns in tables.items():
+        Dataset.from_dict(columns).save_to_disk(workplace / name)
+    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(workplace / "splits")
+    return workplace
+
+
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_done_is_exit_code_2(words, workplace, monkeypatch, capsys):
+def test_what_cannot_be_done_is_exit_code_2(words, refused, monkeypatch, capsys):
     """For `check` and `plan` the exit code 1 is an answer."""
-    monkeypatch.chdir(workplace)
-    tables = {"twice.csv": "text,id,text\na,1,b\n", "lengths.csv": "length,length\n3,4\n"}
-    for name, text in (tables | {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}).items():
-        Path(name).write_text(text)
-    tokens = {"input_ids": [[1, 2, 3]]}
-    Dataset.from_dict(tokens).save_to_disk("saved")
-    Dataset.from_dict({"input_ids": [[5, -1, 9]]}).save_to_disk("below")
-    Dataset.from_dict({"input_ids": [[5, 10**9]]}).save_to_disk("above")
-    Dataset.from_dict(tokens | {"labels": [[-100, 2, 3]]}).save_to_disk("labelled")
-    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk("splits")
+    monkeypatch.chdir(refused)
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert REFUSED[words] in error
     assert "which None" not in error
     assert not Path("new").exists()
-    with pytest.raises(SystemExit) as ended:
-        main(["recipes", "model", "--no-such-flag"])  # a command that takes no flags of a run
-    assert ended.value.code == 2
-    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, similar", [("pln x", "plan"), ("plan x --strategy strem", "stream"), ("pl", "plan")])
-def test_an_unknown_command_or_choice_gets_a_near_one(words, similar, capsys):
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("pln x", "(did you mean `plan`?)"),
+        ("plan x --strategy strem", "(did you mean `stream`?)"),
+        ("pl", "(did you mean `plan`?)"),
+        # A command that takes no flags of a run
+        ("recipes model --no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_an_unknown_command_choice_or_flag_is_named(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
-    assert f"(did you mean `{similar}`?)" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
@@ -225,7 +223,7 @@ def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None])
 @pytest.mark.parametrize("is_link", [False, True])
-def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, monkeypatch, capsys):
+def test_what_others_wrote_meanwhile_stays(is_link, error, prepare_words, tmp_path, monkeypatch, output_of):
     """Keep the files that another run finished in the folder meanwhile, or that the user put there."""
     right = tokens.save_tokens
     output = tmp_path / "table"
@@ -241,11 +239,8 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
         return right(*args, **kwargs)
 
     monkeypatch.setattr(tokens, "save_tokens", interrupted)
-    if error is None:
-        assert prepare(workplace, capsys, output)[0] == 2
-    else:
-        with pytest.raises(error):
-            prepare(workplace, capsys, output)
+    with pytest.raises(error) if error is not None else nullcontext():
+        output_of(*prepare_words, output, code=2)
     assert [file.name for file in output.iterdir()] == ["precious"]
     assert output.is_symlink() == is_link
     assert not [*tmp_path.glob(".*")], "something was left behind"
@@ -255,35 +250,36 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
 def own_model(tmp_path):
     """Return a folder whose config and tokenizer are classes of its own."""
     folder = tmp_path / "own_model"
-    name = "transformers import PreTrainedTokenizerFast\nclass OwnTokenizer"
     build_tokenizer().save_pretrained(folder)
-    (folder / "tokenization_own.py").write_text(f"from {name}(PreTrainedTokenizerFast):\n    pass\n")
-    code = "from transformers import LlamaConfig, LlamaForCausalLM\n"
-    code += "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
-    code += "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
-    (folder / "configuration_own.py").write_text(code)
+    (folder / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass OwnTokenizer(PreTrainedTokenizerFast): ..."
+    )
+    (folder / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
     classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "configuration_own.OwnModel"}
     config = {"model_type": "own", "auto_map": classes, "num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
-    settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "prepare", "check"])
-def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_model, tmp_path, monkeypatch, capsys):
+def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_model, tmp_path, monkeypatch, output_of):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on standard input"))
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n' * 5)
-    words = [command, str(tmp_path / "rows.jsonl"), "--model", str(own_model)]
-    words = ["check", str(own_model), "--config-only"] if command == "check" else words
+    words = [command, tmp_path / "rows.jsonl", "--model", own_model]
+    words = ["check", own_model, "--config-only"] if command == "check" else words
     for number, flags in enumerate(([], ["--trust-remote-code"], ["--trust_remote_code"])):
         new = tmp_path / f"new{number}"
-        more = ["--output", str(new)] if command == "prepare" else ["--max-length", "64"]
-        assert main([*words, *more, *flags]) == (0 if flags else 2)
-        printed = capsys.readouterr()
+        more = ["--output", new] if command == "prepare" else ["--max-length", 64]
+        text = output_of(*words, *more, *flags, code=0 if flags else 2)
         word = "isolated" if command == "check" else "trained"
-        assert word in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
+        assert word in text if flags else "trust_remote_code" in text and not new.exists()
 
 
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, printed):
@@ -291,7 +287,7 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASK_COLUMNS}
-    tokenizer = ["--tokenizer", str(workplace / "model")]
+    tokenizer = ["--tokenizer", workplace / "model"]
     counts = set()
 
     # TRL reads `completion_mask` only with `completion_only_loss`
@@ -305,8 +301,8 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
     ]
     for number, (names, flag) in enumerate(cases):
         data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
-        file = str(tmp_path / f"{number}.jsonl")
-        folder = str(tmp_path / f"table{number}")
+        file = tmp_path / f"{number}.jsonl"
+        folder = tmp_path / f"table{number}"
         data.to_json(file)
         words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
         labels = stock(tmp_path, data, max_length=None, completion_only_loss=flag).train_dataset["labels"]

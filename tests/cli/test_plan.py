@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 NOT_PLANNED = ("model", "attention", "isolation", "first_step", "prefixes", "trained", "data", "max_steps")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, printed):
     settings = {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
@@ -67,15 +66,14 @@ OTHER_RUNS = {
 
 
 @pytest.mark.parametrize("name", OTHER_RUNS)
-def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, capsys):
+def test_figures_and_tokens_of_other_runs(name, workplace, tmp_path, printed):
     """Training finds the tokens that `plan` has made, and does not tokenise again."""
     rows, settings = OTHER_RUNS[name]
     file = tmp_path / "rows.jsonl"
     Dataset.from_list(rows).to_json(file)
     settings = {"max_length": 96, "per_device_train_batch_size": 2} | settings
     words = [f"--{name}={value}" for name, value in settings.items()]
-    assert main(["plan", str(file), "--model", str(workplace / "model"), *words, "--json"]) in (0, 1)
-    (planned,) = json.loads(capsys.readouterr().out)["plans"]
+    (planned,) = printed("plan", file, "--model", workplace / "model", *words, code=1)["plans"]
     data = load_rows(str(file))
     cache = Path(data.cache_files[0]["filename"]).parent
     tables = {*cache.glob("cache-*.arrow")}
@@ -111,7 +109,7 @@ def test_several_lengths_strategies_and_world_sizes(workplace, printed):
 
 def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path, printed):
     lengths = [100] * 990 + [3000] * 10  # 10 of 1000 documents, 23 % of the tokens
-    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
     output = printed("plan", tmp_path / "lengths.txt", "--strategy", "stream")
     assert [plan["max_length"] for plan in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
     lost = [plan["lost_trained_share"] for plan in output["plans"]]
@@ -128,7 +126,7 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
 
 
 def test_a_model_that_reads_no_more_tokens_is_said(workplace, tmp_path, printed):
-    (tmp_path / "lengths.txt").write_text("\n".join(["100"] * 20 + ["9000"] * 5))
+    np.savetxt(tmp_path / "lengths.txt", [100] * 20 + [9000] * 5, fmt="%d")
     words = [tmp_path / "lengths.txt", "--model", workplace / "model"]
     output = printed("plan", *words, code=1)
     assert [plan["max_length"] for plan in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
@@ -184,10 +182,9 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_files_that_hold_no_lengths_are_refused_at_once(name, tmp_path, capsys):
+def test_files_that_hold_no_lengths_are_refused_at_once(name, tmp_path, output_of):
     (tmp_path / name).write_bytes(UNREADABLE[name])
-    assert main(["plan", str(tmp_path / name), "--overlong", "split", "--max-length", "2048"]) == 2
-    error = capsys.readouterr().err
+    error = output_of("plan", tmp_path / name, "--overlong", "split", "--max-length", "2048", code=2)
     assert name in error
     assert "2,147,483,647" in error
     assert ("40,000,000,000" in error) == (name == "long.txt")
@@ -212,22 +209,25 @@ def make_terminal(monkeypatch, width):
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
+def without_colours(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 @pytest.mark.parametrize("width", [80, 160])
 @pytest.mark.parametrize("several", [False, True])
-def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, capsys):
+def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, output_of):
     make_terminal(monkeypatch, width)
-    (tmp_path / "a.txt").write_text("\n".join(map(str, [*range(100, 9000, 7)] * 2)))
-    words = ["--strategy", "bfd_split", "minibatch"]
+    np.savetxt(tmp_path / "a.txt", [*range(100, 9000, 7)] * 2, fmt="%d")
+    words = "--strategy bfd_split minibatch"
     if several:
-        words = "--strategy stream bfd --tokens-per-rank 16384 --world-size 8 64 --tflops 100".split()
-    assert main(["plan", str(tmp_path / "a.txt"), "--max-length", "1024", "131072", *words]) == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        words = "--strategy stream bfd --tokens-per-rank 16384 --world-size 8 64 --tflops 100"
+    output = output_of("plan", tmp_path / "a.txt", "--max-length", 1024, 131072, *words.split())
+    lines = without_colours(output).splitlines()
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
     shown = " ".join(" ".join(lines).split())
-    waiting = "on 64 ranks waiting for each other adds" in shown
     assert "Recommended: max_length 131,072" in shown
-    assert waiting == several
+    assert ("on 64 ranks waiting for each other adds" in shown) == several
     assert f"micro-batches of {'16,384 tokens per rank' if several else '8 x max_length tokens'}" in shown
     tables = [line.split() for line in lines if line.split()[:1] == ["max_length"]]
     wanted = "packs filled padded steps docs/step imbalance cut lost".split()
@@ -255,19 +255,22 @@ BAD_DATA = {  # name of a file, and its text -> the message
 }
 
 
-@pytest.mark.parametrize("file", BAD_DATA, ids=lambda file: file[0])
-@pytest.mark.parametrize("command", [["plan"], ["prepare", "--output", "new"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command, file",
+    [*(("plan", file) for file in BAD_DATA), ("prepare --output new", next(iter(BAD_DATA)))],
+    ids=lambda words: words if isinstance(words, str) else words[0],
+)
 def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(command, file, workplace, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path(file[0]).write_text(file[1], encoding="latin-1")
-    assert main([*command, file[0], "--tokenizer", str(workplace / "model")]) == 2
+    assert main([*command.split(), file[0], "--tokenizer", str(workplace / "model")]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-packfix"))
     assert BAD_DATA[file] in line
     assert line.endswith(".")
     assert ("utf-8" in line.lower()) == ("\xe9" in file[1])
 
 
-def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
+def test_plan_with_sequence_parallelism(tmp_path, output_of, printed):
     lengths = [*np.random.default_rng(0).integers(5, 300, 400).tolist(), 900, 1500, 2048]
     np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
     words = [tmp_path / "lengths.txt", *"--strategy stream --accumulation 2 --world-size 8 12".split()]
@@ -285,13 +288,10 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
     assert "8" not in twelve["shared"]["micro_steps"], "8 does not divide 12"
     # without lengths, only those that the ranks can hold
     assert [plan["max_length"] for plan in printed("plan", *words)["plans"][::2]] == [1024, 2048]
-    assert main(["plan", *map(str, words)]) == 0
-    shown = capsys.readouterr().out
-    assert "512 tokens per rank" in shown
-    assert "micro-steps by degree" in shown
-    assert "of it is the exchange" in shown
-    assert main(["plan", *map(str, words), "--max-length", "8192"]) == 2
-    assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in capsys.readouterr().err
+    shown = output_of("plan", *words)
+    assert all(text in shown for text in ("512 tokens per rank", "micro-steps by degree", "of it is the exchange"))
+    refusal = output_of("plan", *words, "--max-length", 8192, code=2)
+    assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in refusal
 
 
 def memory_of(printed, *words):
@@ -302,22 +302,20 @@ def memory_of(printed, *words):
     return rows_of_table
 
 
-def test_memory_without_data(workplace, monkeypatch, capsys, printed):
+def test_memory_without_data(workplace, monkeypatch, output_of, printed):
     """In 80 columns the rows, what is modelled, and what fits."""
     words = ["--model", workplace / "model", *"--gpus 1 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
     rows = memory_of(printed, *words)
     assert len(rows) == 2 * 6 * 2
     assert {gpus for gpus, *_ in rows} == {1, 8}
     assert 1 < rows[1, "full, DDP", False]["largest"] < rows[1, "full, DDP", True]["largest"] <= 4096
-    assert main(["plan", *map(str, words), "--gradient_checkpointing", "false"]) == 0
-    assert "fits without" not in capsys.readouterr().out
+    assert "fits without" not in output_of("plan", *words, "--gradient_checkpointing", "false")
     lora_flags = "--use_peft --lora_r 2 --lora_dropout 0.1 --lora_target_modules q_proj v_proj".split()
     of_run = memory_of(printed, *words, *lora_flags)
     assert of_run[1, "LoRA, DDP", True]["lora"] == "rank 2, dropout 0.1, target_modules q_proj, v_proj"
     assert of_run[1, "LoRA, DDP", False]["activations"] < rows[1, "LoRA, DDP", False]["activations"]
     make_terminal(monkeypatch, 80)
-    assert main(["plan", *map(str, words)]) == 0
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    shown = without_colours(output_of("plan", *words))
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     shown = " ".join(shown.split())
@@ -330,7 +328,7 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     assert "one H200 took" in shown
 
 
-def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
+def test_offloaded_activations_lie_on_the_host(workplace, output_of, printed):
     """Inputs of all layers but one must leave the GPU, as transformers documents it.
 
     They are layers x tokens x hidden values of 2 bytes.
@@ -341,31 +339,29 @@ def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
     sizes = build_tiny_model().config
     layers = sizes.num_hidden_layers
     size = 64 * sizes.hidden_size * 2 / 2**30
-    one = rows_kept[8, "full, ZeRO-3", True]
-    freed_row = freed[8, "full, ZeRO-3", True]
+    kept_row, freed_row = (rows[8, "full, ZeRO-3", True] for rows in (rows_kept, freed))
     assert layers > 1
-    assert one["activations"] - freed_row["activations"] == pytest.approx((layers - 1) * size)
-    assert freed_row["host"] == pytest.approx(layers * size)
-    assert one["host"] == 0
-    assert freed_row["largest"] > one["largest"]
+    assert kept_row["activations"] - freed_row["activations"] == pytest.approx((layers - 1) * size)
+    assert (kept_row["host"], freed_row["host"]) == (0, pytest.approx(layers * size))
+    assert freed_row["largest"] > kept_row["largest"]
     assert rows_kept[8, "full, ZeRO-3", False] == freed[8, "full, ZeRO-3", False]
-    assert main(["plan", *map(str, words), "--offload"]) == 0
-    assert "activations lie on the host" in capsys.readouterr().out
+    assert "activations lie on the host" in output_of("plan", *words, "--offload")
 
 
-def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, capsys):
+def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, output_of):
     """xLSTM multiplies bfloat16 with fp32 unless under autocast. Step-3.5 loops over experts, which is counted."""
-    printed = {}
-    for name in ("step-3.5-flash", "xlstm-7b"):
-        (tmp_path / name).mkdir()
-        copy(data_dir / "defect_configs" / "tiny" / f"{name}.json", tmp_path / name / "config.json")
-        assert main(["plan", "--model", str(tmp_path / name), "--memory", "80"]) == 0
-        printed[name] = capsys.readouterr().out
-    assert "ZeRO-2" in printed["step-3.5-flash"]
-    assert "left out" not in printed["step-3.5-flash"]
-    assert "DDP" in printed["xlstm-7b"]
-    assert "ZeRO" not in printed["xlstm-7b"]
-    assert "left out: full training without autocast, in which the model raises" in printed["xlstm-7b"]
+
+    def memory_table(name):
+        copy(data_dir / "defect_configs" / "tiny" / f"{name}.json", tmp_path / "config.json")
+        return output_of("plan", "--model", tmp_path, "--memory", 80)
+
+    step = memory_table("step-3.5-flash")
+    assert "ZeRO-2" in step
+    assert "left out" not in step
+    xlstm = memory_table("xlstm-7b")
+    assert "DDP" in xlstm
+    assert "ZeRO" not in xlstm
+    assert "left out: full training without autocast, in which the model raises" in xlstm
 
 
 def test_memory_with_data_is_that_of_the_recommended_length(workplace, printed):
@@ -375,7 +371,7 @@ def test_memory_with_data_is_that_of_the_recommended_length(workplace, printed):
 
 
 def test_the_config_of_a_model_is_that_of_its_revision(monkeypatch):
-    """No revision is in a folder, so this records what transformers is asked for."""
+    """Record what transformers is asked for, because no revision is in a folder."""
     monkeypatch.setattr(tokens.AutoConfig, "from_pretrained", lambda name, **options: (name, options["revision"]))
     model = SimpleNamespace(model_name_or_path="org/model", model_revision="v2")
     configs = SimpleNamespace(model=model, training=SimpleNamespace(trust_remote_code=False))

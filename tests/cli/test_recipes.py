@@ -13,7 +13,7 @@ from sweep.image_families import FAMILIES as IMAGE_FAMILIES
 from trl import get_peft_config
 
 from trl_packfix import SFTTrainer
-from trl_packfix.cli import main, recipes
+from trl_packfix.cli import recipes
 from trl_packfix.cli.configs import parse_configs
 
 pytestmark = pytest.mark.slow
@@ -37,13 +37,11 @@ CHATS = Dataset.from_list(
 FOR_ACCELERATE = "accelerate-fsdp2"
 
 
-def test_every_recipe_is_listed_and_printed(capsys, printed):
-    assert main(["recipes"]) == 0
-    listing = capsys.readouterr().out
+def test_every_recipe_is_listed_and_printed(output_of, printed):
+    listing = output_of("recipes")
     assert [line.split()[0] for line in listing.splitlines()] == NAMES
     assert len(NAMES) >= 10
-    assert main(["recipes", "qwen3-8b-lora"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["model_name_or_path"] == "Qwen/Qwen3-8B"
+    assert yaml.safe_load(output_of("recipes", "qwen3-8b-lora"))["model_name_or_path"] == "Qwen/Qwen3-8B"
     assert printed("recipes", "qwen3-8b-lora")["use_peft"] is True
 
 
@@ -55,7 +53,7 @@ def test_the_file_for_accelerate_is_accepted():
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {FOR_ACCELERATE}))
 def test_a_recipe_is_accepted(name, tmp_path, printed):
-    """A recipe must be accepted by `train`, and by `plan` for a machine without the GPUs that it names."""
+    """Both `train` and `plan` must accept it, on a machine without the GPUs that it names, too."""
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
     script, args, model, *_ = parse_configs(["--config", str(file), *CPU])

@@ -14,7 +14,6 @@ from matplotlib.image import imread
 from support.planners import make_stream
 from support.runs import build_trainer, config
 
-from trl_packfix.cli import main
 from trl_packfix.cli import show as show_command
 from trl_packfix.cli.dry_run import planner_for
 from trl_packfix.cli.lengths import LengthRows
@@ -37,35 +36,35 @@ def trainer(workplace):
     return trainer
 
 
-def show(workplace, capsys, *words):
-    assert main(["show", str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "model"), *words]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def show_words(workplace):
+    """Return the command that shows packs of the run."""
+    return ["show", workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
 
 
-def test_what_is_shown_is_what_is_trained(workplace, trainer, printed):
+def test_what_is_shown_is_what_is_trained(show_words, trainer, printed):
     batches = list(trainer.get_train_dataloader())
-    source_words = [workplace / "rows.jsonl", "--tokenizer", workplace / "model"]
-    packs = printed("show", *source_words, *FLAGS, "--packs", 4)
+    packs = printed(*show_words, "--packs", 4)
     assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
     for pack, batch in zip(packs, batches, strict=False):
         documents = pack["documents"]
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert len(documents) > 1
-        token_runs = [token_run for document in documents for token_run in document["parts"]]
-        assert sum((part["input_ids"] for part in token_runs), []) == batch["input_ids"][0].tolist()
-        trained = sum(([part["trained"]] * len(part["input_ids"]) for part in token_runs), [])
+        spans = [span for document in documents for span in document["parts"]]
+        assert sum((span["input_ids"] for span in spans), []) == batch["input_ids"][0].tolist()
+        trained = sum(([span["trained"]] * len(span["input_ids"]) for span in spans), [])
         assert trained == (batch["labels"][0] != -100).tolist()
-        assert any(trained)
-        assert not all(trained)
+        assert {*trained} == {True, False}
         positions = [list(range(a, b + 1)) for a, b in (document["position_ids"] for document in documents)]
         assert sum(positions, []) == batch["position_ids"][0].tolist()
         assert all(document["stop"] - document["start"] == document["position_ids"][1] + 1 for document in documents)
-        answers = ["".join(part["text"] for part in document["parts"] if part["trained"]) for document in documents]
+        answers = ["".join(span["text"] for span in document["parts"] if span["trained"]) for document in documents]
         assert all(f"answer {document['row']} " in text for document, text in zip(documents, answers, strict=True))
 
 
-def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, capsys):
-    out = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "1000")
+def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(show_words, output_of):
+    words = [*show_words, "--packs", 1, "--documents", 2, "--tokens"]
+    out = output_of(*words, 1000)
     assert out.startswith("[n] document n")
     assert "step 0.0: " in out
     assert "... and " in out
@@ -80,43 +79,41 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
         assert marked.startswith("answer") or f"answer {row} " in marked
         assert len(marked.replace("<|im_end|>", "e").replace("\\n", "n")) == int(trained)  # one token per byte
         assert f"question {row}\\n" in text.split("[[")[0]
-    short = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "10")
-    hidden = [(int(n), int(t)) for n, t in re.findall(r"\[\.\.\. (\d+), (\d+) of them trained \.\.\.\]", short)]
+    hidden = re.findall(r"\[\.\.\. (\d+), (\d+) of them trained \.\.\.\]", output_of(*words, 10))
+    hidden = [(int(n), int(t)) for n, t in hidden]
     assert hidden == [(int(row[2]) + 1 - 10, int(row[3]) - 5) for row in rows]  # each ends with trained tokens
 
 
-def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplace, capsys):
+def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplace, printed, output_of):
     rows = [json.loads(line) for line in (workplace / "rows.jsonl").read_text().splitlines()[:3]]
     rows[1]["prompt"][0]["reasoning_content"] = "a thought of mine"
     (workplace / "thoughts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    warning = "1 of 3 rows of the {} dataset has `reasoning_content` in messages of the role `user`"
-    files = {name: str(workplace / f"{name}.jsonl") for name in ("thoughts", "rows")}
-    assert main(["show", files["thoughts"], "--model", str(workplace / "model"), *FLAGS]) == 0
-    out = capsys.readouterr().out
-    assert warning.format(files["thoughts"]) in out
+    file = workplace / "thoughts.jsonl"
+    warning = f"1 of 3 rows of the {file} dataset has `reasoning_content` in messages of the role `user`"
+    out = output_of("show", file, "--model", workplace / "model", *FLAGS)
+    assert warning in out
     # A lost text stands in the pack, before the text of its message that is not lost
-    said_there = "{left out `reasoning_content` of user: a thought of mine}"
-    before, _, behind = re.search(r"\[\d\] row 1, .*\n    (.*)", out).group(1).partition(said_there)
+    lost_text = "{left out `reasoning_content` of user: a thought of mine}"
+    before, _, behind = re.search(r"\[\d\] row 1, .*\n    (.*)", out).group(1).partition(lost_text)
     assert before.strip() == r"<|im_start|>user\n"
     assert behind.strip().startswith("the question 1")
     assert out.count("{left out `") == 1
-    assert main(["check", str(workplace / "model"), "--dataset", files["thoughts"]]) == 1
-    assert warning.format(files["thoughts"]) in capsys.readouterr().out
-    assert main(["check", str(workplace / "model"), "--dataset", files["rows"], "--json"]) == 0
-    (report,) = json.loads(capsys.readouterr().out)
+    check_words = ["check", workplace / "model", "--dataset"]
+    assert warning in output_of(*check_words, file, code=1)
+    (report,) = printed(*check_words, workplace / "rows.jsonl")
     assert report["complete"] is True
 
 
-def test_documents_that_were_cut_are_marked(workplace, trainer, capsys, printed):
-    source_words = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
-    documents = [document for pack in printed("show", *source_words, "--packs", 4) for document in pack["documents"]]
+def test_documents_that_were_cut_are_marked(show_words, trainer, output_of, printed):
+    words = [*show_words, "--packs", 4]
+    documents = [document for pack in printed(*words) for document in pack["documents"]]
     lengths = trainer.data.source.reader.lengths
     cut = [document for document in documents if document["cut_from"] is not None]
     assert 0 < len(cut) < len(documents)
     for document_shown in documents:
         full_length = int(lengths[document_shown["row"]])
         assert document_shown["cut_from"] == (full_length if full_length > SETTINGS["max_length"] else None)
-    assert f"tokens 0-95 (cut from {cut[0]['cut_from']:,}), " in show(workplace, capsys, *FLAGS, "--packs", "4")
+    assert f"tokens 0-95 (cut from {cut[0]['cut_from']:,}), " in output_of(*words)
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(trainer):
@@ -133,11 +130,11 @@ def test_documents_have_a_colour_each_and_it_is_not_alone(trainer):
 
 
 @pytest.mark.parametrize("words", [[], ["--world-size=3", "--strategy=bfd_split"], ["--strategy=minibatch"]])
-def test_plot(words, workplace, tmp_path, capsys):
+def test_plot(words, show_words, tmp_path, output_of):
     path = tmp_path / "packs.png"
-    target = str(tmp_path if words else path)  # in a folder it has this name
-    text = show(workplace, capsys, *FLAGS, *words, "--plot", target)
-    assert text == show(workplace, capsys, *FLAGS, *words) + f"Drawn: {path}\n"
+    output = output_of(*show_words, *words, "--plot", tmp_path if words else path)  # in a folder it has this name
+    text, _ = output.split(f"Drawn: {path}\n")
+    assert output_of(*show_words, *words).startswith(text)
     assert "[[answer" in text
     assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
     assert list(tmp_path.iterdir()) == [path]
@@ -147,25 +144,24 @@ def test_plot(words, workplace, tmp_path, capsys):
     assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
 
 
-def test_without_matplotlib_the_plan_is_drawn_as_text(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_plan_is_drawn_as_text(tmp_path, monkeypatch, output_of):
     monkeypatch.setattr(show_command, "find_spec", lambda name: None)
     lengths = [60, 30, 20, 90, 90, 5]
     np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
-    words = [str(tmp_path / "lengths.txt"), *"--max-length 100 --batch-size 1 --world-size 2 --strategy bfd".split()]
-    assert main(["show", *words, "--plot", str(tmp_path / "x.png"), "--documents", "1"]) == 0
-    printed = capsys.readouterr()
-    assert "matplotlib is not installed (`pip install matplotlib`)" in printed.err
-    assert printed.out.isascii()
-    strips = re.findall(r"^step \d, rank \d +([\d#.-]+) +(\d+)%$", printed.out, re.MULTILINE)
+    words = "--max-length 100 --batch-size 1 --world-size 2 --strategy bfd --documents 1 --plot x.png".split()
+    shown = output_of("show", tmp_path / "lengths.txt", *words)
+    assert "matplotlib is not installed (`pip install matplotlib`)" in shown
+    assert shown.isascii()
+    strips = re.findall(r"^step \d, rank \d +([\d#.-]+) +(\d+)%$", shown, re.MULTILINE)
     assert len(strips) == 4
     full = {round(len(strip.rstrip(".")) / len(strip), 1): int(percent) for strip, percent in strips}
     assert all(abs(100 * drawn - percent) < 8 for drawn, percent in full.items())
-    counts = [int(count) for count in re.findall(r"^ *[\d,]+-[\d,]+ +#* +(\d+)", printed.out, re.MULTILINE)]
+    counts = [int(count) for count in re.findall(r"^ *[\d,]+-[\d,]+ +#* +(\d+)", shown, re.MULTILINE)]
     assert sum(counts) == len(lengths)
-    assert re.search(r"^ +\d  #+:* #+:*$", printed.out, re.MULTILINE), "the waiting of the ranks"
+    assert re.search(r"^ +\d  #+:* #+:*$", shown, re.MULTILINE), "the waiting of the ranks"
     # The answer for a program has no place for text, and is refused before the data are read
-    assert main(["show", "nothing.jsonl", "--plot", "x.png", "--json"]) == 2
-    assert "omit `--json` for a drawing as text" in capsys.readouterr().err
+    refusal = output_of("show", "nothing.jsonl", "--plot", "x.png", "--json", code=2)
+    assert "omit `--json` for a drawing as text" in refusal
 
 
 def test_the_picture_says_what_the_report_says(trainer):
@@ -260,11 +256,11 @@ def test_the_bin_that_max_length_cuts_is_drawn_in_two(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, capsys):
+def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, output_of):
     """`tools/pictures.py` draws them again after a change of what they show."""
-    words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--batch-size", "1", "--max-length", "2048"]
-    words += ["--world-size", "2", "--plot", str(tmp_path / "packs.png")]
-    assert main(["show", str(data_dir / "t0_p3_sample.jsonl"), *words]) == 0
+    words = ["--tokenizer", data_dir / "smollm2_tokenizer", "--batch-size", 1, "--max-length", 2048]
+    words += ["--world-size", 2, "--plot", tmp_path / "packs.png"]
+    output_of("show", data_dir / "t0_p3_sample.jsonl", *words)
     stored, drawn = (imread(path) for path in (ROOT / "docs/images/packs.png", tmp_path / "packs.png"))
     assert stored.shape == drawn.shape
     assert np.abs(stored - drawn).mean() < 1e-3
@@ -276,10 +272,10 @@ def test_a_stream_has_no_picture():
         make_stream_report(stream, 3).plot()
 
 
-def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
+def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, output_of, printed):
     np.savetxt(tmp_path / "lengths.txt", [*range(5, 60), 90, 101, 128], fmt="%d")
-    words = ["show", str(tmp_path / "lengths.txt"), *"--max-length 128 --tokens-per-rank 32 --packs 3".split()]
-    words += ["--world-size", "4"]
+    words = ["show", tmp_path / "lengths.txt"]
+    words += "--max-length 128 --tokens-per-rank 32 --packs 3 --world-size 4".split()
     shared = [pack for pack in printed(*words) if "ranks" in pack]
     assert shared, "no pack is shared"
     for pack in shared:
@@ -288,8 +284,7 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
         assert pack["place"].endswith(f"ranks {ranks[0]['rank']}-{ranks[-1]['rank']}")
         assert len(ranks) in (2, 4)
         edges = [rank["tokens"][0] for rank in ranks] + [ranks[-1]["tokens"][1]]
-        assert edges[0] == 0
-        assert edges[-1] == bounds[-1]
+        assert (edges[0], edges[-1]) == (0, bounds[-1])
         assert pack["capacity"] == 32 * len(ranks)
         assert [rank["tokens"][1] for rank in ranks] == edges[1:]
         assert max(np.diff(edges)) <= 32
@@ -297,31 +292,18 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
         for rank in ranks:
             held = {int(np.searchsorted(bounds, token, side="right")) - 1 for token in range(*rank["tokens"])}
             assert rank["documents"] == sorted(held)
-    assert main([*words, "--plot", str(tmp_path / "packs.svg")]) == 0
     first = shared[0]["ranks"][1]
     line = f"rank {first['rank']}: tokens {first['tokens'][0]}-{first['tokens'][1] - 1}, ["
-    assert line in capsys.readouterr().out
+    assert line in output_of(*words, "--plot", tmp_path / "packs.svg")
     assert (tmp_path / "packs.svg").stat().st_size > 10_000
 
 
-def test_on_one_rank_no_pack_is_shared(tmp_path, printed):
-    """`--world-size` is 1 by default, and `make_report` reads packs of the same plan in training."""
-    np.savetxt(tmp_path / "lengths.txt", [*range(5, 64)], fmt="%d")
-    words = "--max-length 64 --tokens-per-rank 64 --packs 99 --accumulation 2".split()
-    packs = printed("show", tmp_path / "lengths.txt", *words)
-    assert len(packs) > 20
-    assert not any("ranks" in pack for pack in packs)
-    assert sum(len(pack["documents"]) for pack in packs) == 59
-    assert {pack["capacity"] for pack in packs} == {64}
-
-
-def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, capsys, printed):
+def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, output_of, printed):
     (tmp_path / "x.txt").write_text("10 20 30")
-    words = ["show", str(tmp_path / "x.txt"), "--max-length", "64"]
-    assert main([*words, "--batch-size", "1"]) == 0
-    assert "60 of 64 tokens" in capsys.readouterr().out
+    words = ["show", tmp_path / "x.txt", "--max-length", 64]
+    assert "60 of 64 tokens" in output_of(*words, "--batch-size", 1)
     (pack,) = packs = printed(*words)
-    assert {token_run["input_ids"] for document in pack["documents"] for token_run in document["parts"]} == {None}
+    assert {span["input_ids"] for document in pack["documents"] for span in document["parts"]} == {None}
     assert printed(*words, "--plot", tmp_path / "packs") == {"plot": str(tmp_path / "packs.png"), "packs": packs}
     assert (tmp_path / "packs.png").is_file()
     assert not (tmp_path / "packs").exists()

@@ -1,27 +1,22 @@
 """The command line starts fast: a command imports only what it needs, and what it answers does not depend on that."""
 
 import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from support.launch import PROCESS_SECONDS
+from support.launch import run_python
 from support.runs import config
 
 import trl_packfix
-from trl_packfix.cli import COMMANDS, dry_run, env, forecast, main
+from trl_packfix.cli import dry_run, env, forecast, main
 from trl_packfix.planning.packing import CONFIG_NAMES, DEFAULT_SETTINGS
 from trl_packfix.training.config import SFTConfig
 from trl_packfix.training.planning_settings import PlanningSettings
 
-ROOT = Path(__file__).parents[2]
 READ = dry_run.read_run_without_model
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "matplotlib", "datasets")
 
@@ -62,9 +57,7 @@ def lengths(tmp_path, monkeypatch):
 @pytest.mark.processes
 def test_a_command_imports_what_it_needs(lengths):
     program = PROGRAM.format(commands=[*COMMANDS_OF_ONE_PROCESS], libraries=LIBRARIES)
-    settings = {"capture_output": True, "text": True, "check": True, "timeout": PROCESS_SECONDS}
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, **settings)
-    outcomes = dict(line.split(", ", 1) for line in done.stdout.splitlines())
+    outcomes = dict(line.split(", ", 1) for line in run_python("-c", program).stdout.splitlines())
     assert outcomes == {
         words: ", ".join([str(code), *names]) for words, (code, names) in COMMANDS_OF_ONE_PROCESS.items()
     }
@@ -133,23 +126,12 @@ def test_other_runs_are_read_with_the_config_of_training(words, lengths):
     assert READ(Namespace(more_flags=["lengths.txt"], **arguments | {"config": ["run.yaml"]})) is None
 
 
-def test_help_fits_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    for words in ([], *([command] for command in COMMANDS)):
-        with pytest.raises(SystemExit):
-            main([*words, "--help"])
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) > 10
-        assert max(map(len, lines)) <= 80, words
-
-
-def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, capsys, printed):
+def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, output_of, printed):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TORCH_API_KEY", "secret_too")
     monkeypatch.setenv("HF_DATASETS_CACHE", "/home/secret_name/cache")
-    assert main(["env"]) == 0
-    block = capsys.readouterr().out
+    block = output_of("env")
     lines = block.splitlines()
     assert lines[0] == lines[-1] == "```"
     assert "secret" not in block
