@@ -91,16 +91,16 @@ class Chaos:
         self.ranks = ranks
         self.workers = workers
         self.random = random.Random(seed)
-        self.attempt = self.kills = self.unfinished = self.runs = 0
+        self.attempt = self.kills = self.unfinished = self.finished_runs = 0
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["chaos"])
         save_model(folder, "llama")
-        self.start("alone")
+        self.start_ranks("alone")
         self.join(must_succeed=True)
         self.expected = [read_notes(notes_of(folder, "alone", 0, rank)) for rank in range(ranks)]
         self.num_steps = self.expected[0][-1][0] + 1
 
-    def start(self, name: str) -> None:
+    def start_ranks(self, name: str) -> None:
         self.name = name
         (self.folder / name).mkdir(exist_ok=True)
         settings = {"dataloader_num_workers": self.workers, "ranks": self.ranks, "port": free_port()}
@@ -134,7 +134,7 @@ class Chaos:
         checkpoint, passed_over = newest_whole(self.folder / "run")
         self.unfinished += len(passed_over)
         done = int(checkpoint.name.split("-")[1]) if checkpoint else 0
-        self.start("run")
+        self.start_ranks("run")
         if kill:
             # Within the length of an epoch from here, so that some runs come to their end and some die in each epoch.
             self.kill_at(done + self.random.randrange(self.num_steps // 3), in_saving=self.random.random() < 0.5)
@@ -172,7 +172,7 @@ class Chaos:
                 difference = (weights - expected).abs().max()
                 raise SystemExit(f"Attempt {self.attempt} ended with other weights, by up to {difference:.1e}.")
             shutil.rmtree(self.folder / "run")
-            self.runs += 1
+            self.finished_runs += 1
 
     def weights(self, name: str) -> torch.Tensor:
         return torch.cat([value.flatten() for value in load_file(self.folder / name / "model.safetensors").values()])
@@ -189,13 +189,12 @@ if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
-            start = time.monotonic()
+            started = time.monotonic()
             rounds = Chaos(Path(scratch), ranks, arguments.workers, arguments.seed)
             while rounds.kills < arguments.rounds:
                 rounds.round()
             rounds.round(kill=False)
-        result = (
-            f"{rounds.runs} runs to the end: batches and weights as uninterrupted ({time.monotonic() - start:.0f} s)"
-        )
+        seconds = time.monotonic() - started
+        result = f"{rounds.finished_runs} runs to the end: batches and weights as uninterrupted ({seconds:.0f} s)"
         passed_over = f"{rounds.unfinished} unfinished checkpoints passed over"
         print(f"{ranks} rank(s): {rounds.kills} kills, {passed_over}, {result}", flush=True)

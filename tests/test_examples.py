@@ -3,20 +3,18 @@
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from argparse import Namespace
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from support.launch import PROCESS_SECONDS, fork_ranks, small
+from support.launch import fork_ranks, run_python, small
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import build_trainer
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -31,18 +29,7 @@ EXAMPLES = ROOT / "examples"
 JOBS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 NUM_ROWS = 40  # of `workplace`
 # As for `make demo`: glibc would return every large buffer to the kernel, a third of the CPU seconds
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-
-
-def run_program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS`, which must succeed."""
-    settings = os.environ | ENVIRONMENT
-    command = [sys.executable, *arguments]
-    options = {"cwd": cwd, "env": settings, "timeout": PROCESS_SECONDS}
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
+run_program = partial(run_python, MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**34))
 
 
 needs_the_model = pytest.mark.skipif(
@@ -78,9 +65,8 @@ def test_the_demo_grades_its_answer(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     grade = runpy.run_path(str(EXAMPLES / "demo.py"))["grade"]
     order = '{"customer": "Mia", "city": "Lima"}'
-    assert grade('{"city": "Lima",  "customer": "Mia"}', order).startswith("RIGHT")
-    assert grade('{"customer": "Mia", "city": "Oslo"}', order).startswith("WRONG")
-    assert grade('{"customer": "Mia" ...', order).startswith("WRONG")
+    answers = ['{"city": "Lima",  "customer": "Mia"}', '{"customer": "Mia", "city": "Oslo"}', '{"customer": "Mia" ...']
+    assert [grade(answer, order)[:5] for answer in answers] == ["RIGHT", "WRONG", "WRONG"]
     assert grade("Yes", "Yes").startswith("RIGHT")
 
 
@@ -152,7 +138,7 @@ def test_minimal_is_the_import_swap(workplace, monkeypatch):
 
 
 def test_the_notebook_for_colab_trains(workplace, monkeypatch):
-    """The cells must run in order, on a tiny model. They are stored without outputs, because no GPU has run them."""
+    """Run the cells in order, on a tiny model. They are stored without outputs, because no GPU has run them."""
     cells = json.loads((EXAMPLES / "colab.ipynb").read_text())["cells"]
     assert "Not run on a GPU yet" in "".join(cells[0]["source"])
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -177,10 +163,9 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
     num_steps = variables["trainer"].state.global_step
     assert len(lengths) == num_steps  # packs, not documents
     assert num_steps < 2 * NUM_ROWS
-    first = lengths[: num_steps // 2]
-    second = lengths[num_steps // 2 :]
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_ROWS))
-    assert first != second  # every epoch has a plan of its own
+    epochs = [lengths[: num_steps // 2], lengths[num_steps // 2 :]]
+    assert [sorted(sum(packs, [])) for packs in epochs] == [list(range(NUM_ROWS))] * 2
+    assert epochs[0] != epochs[1]  # every epoch has a plan of its own
 
 
 def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsys):

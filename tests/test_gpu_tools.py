@@ -2,6 +2,7 @@
 tiny sizes, too: `tests/gpu/run.sh --evidence`."""
 
 import csv
+import importlib
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from support.launch import run_python, run_to_end
 
 pytestmark = pytest.mark.processes
 
@@ -27,8 +29,9 @@ SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
     ],
 )
 def test_it_ends_with_what_remains(flags, python, status, states, phrase, tmp_path):
-    env = os.environ | {"PYTHON": python, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([SCRIPT, "--out", tmp_path, *flags], env=env, capture_output=True, text=True, timeout=900)
+    done = run_to_end(
+        SCRIPT, "--out", tmp_path, *flags, succeeds=False, seconds=900, PYTHON=python, CUDA_VISIBLE_DEVICES=""
+    )
     path = tmp_path / "steps.csv"
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     assert done.returncode == status
@@ -109,12 +112,16 @@ for name in names:
 """
 
 
-def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capfd):
-    """Without figures, or because it hangs or crashes; what it gave before is kept."""
+@pytest.fixture
+def evidence(monkeypatch):
+    """Return the module of the benchmark."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the import sets it
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import evidence
+    return importlib.import_module("evidence")
 
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(evidence, tmp_path, monkeypatch, capfd):
+    """Without figures, or because it hangs or crashes; what it gave before is kept."""
     states = {"not a number": "failed", "hangs": "stopped", "crashes": "failed", "last": "passed"}
     (child := tmp_path / "child.py").write_text(PLAYED)
     monkeypatch.setattr("signal.signal", lambda *args: None)
@@ -131,12 +138,8 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
     assert "hangs, crashes" in capfd.readouterr().out
 
 
-def test_the_parts_of_the_headline_have_time(monkeypatch):
+def test_the_parts_of_the_headline_have_time(evidence):
     """`make gpu-evidence` ends within its limit, with half a minute for imports."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the import sets it
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import evidence
-
     limit, part_names = re.search(
         r"--evidence --limit (\d+) --parts \"(.*)\"", (ROOT / "Makefile").read_text()
     ).groups()
@@ -150,17 +153,8 @@ def test_the_parts_of_the_headline_have_time(monkeypatch):
 def test_parts_run_on_the_cpu(tmp_path):
     """Run the parts that take seconds; `make bench` runs others. They call much of the package that changes."""
     part_names = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
-    command = [
-        sys.executable,
-        ROOT / "benchmarks" / "evidence.py",
-        "--smoke",
-        "--out",
-        tmp_path,
-        "--parts",
-        *part_names,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout
+    flags = ["--smoke", "--out", tmp_path, "--parts", *part_names]
+    done = run_python(ROOT / "benchmarks" / "evidence.py", *flags, seconds=900)
     table, rows = opened(tmp_path)
     assert {row["part"] for row in rows} == set(part_names)
     assert "TINY SIZES" in table

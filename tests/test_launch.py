@@ -37,6 +37,10 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
     return run_logged(command, log, 240, **env), log.read_text()
 
 
+def saved_json(checkpoint: Path, name: str = "packing_state") -> dict:
+    return json.loads((checkpoint / f"{name}.json").read_text())
+
+
 # A rank hangs or dies
 
 
@@ -73,8 +77,7 @@ def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engin
     checkpoint, passed_over = newest_whole(tmp_path / "run")
     assert checkpoint.name == "checkpoint-6"
     assert not passed_over
-    state = json.loads((checkpoint / "packing_state.json").read_text())
-    assert state["settings"]["world_size"] == 2
+    assert saved_json(checkpoint)["settings"]["world_size"] == 2
 
 
 # train.py
@@ -85,8 +88,7 @@ def check_trained(folder: Path, output: str, engine_file: str | None) -> None:
 
     None is DDP, with one file for all ranks.
     """
-    checkpoint = folder / output / "checkpoint-2"
-    state = json.loads((checkpoint / "packing_state.json").read_text())
+    state = saved_json(folder / output / "checkpoint-2")
     assert state["global_step"] == 2
     assert state["settings"]["world_size"] == 2
     assert state["engine"] == ("none" if engine_file is None else "deepspeed")
@@ -137,8 +139,8 @@ def test_the_command_under_each_launcher(launcher, workplace):
     code, log = launch([sys.executable, "-m", *words], workplace, PYTHONPATH=ON_CPU)
     assert code == 0, log[-4000:]
     check_trained(workplace, launcher, None if launcher == "torchrun" else ZERO3_FILE)
-    state = json.loads((workplace / launcher / "checkpoint-2" / "trainer_state.json").read_text())
-    assert all(any(f"loss/{name}" in entry for entry in state["log_history"]) for name in ("rows", "others"))
+    log = saved_json(workplace / launcher / "checkpoint-2", "trainer_state")["log_history"]
+    assert {"loss/rows", "loss/others"} <= {key for entry in log for key in entry}
 
 
 # The recipes, on one node: only the names of its parts differ from several
@@ -189,10 +191,8 @@ def test_slurm_recipe_and_its_requeue(workplace, tmp_path):
     command[command.index("--max_steps") + 1] = "3"
     code, log = launch(command, workplace, **env)
     assert code == 0, log[-4000:]
-    state = json.loads((workplace / "slurm" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["global_step"] == 3
+    assert saved_json(workplace / "slurm" / "checkpoint-3", "trainer_state")["global_step"] == 3
     assert "'num_tokens'" in log
     assert "Packing report" in log
-    first = json.loads((workplace / "slurm" / "checkpoint-2" / "packing_state.json").read_text())
-    last = json.loads((workplace / "slurm" / "checkpoint-3" / "packing_state.json").read_text())
-    assert last["num_tokens"] > first["num_tokens"], "the requeued job began anew"
+    before, after = (saved_json(workplace / "slurm" / f"checkpoint-{step}")["num_tokens"] for step in (2, 3))
+    assert after > before, "the requeued job began anew"

@@ -60,12 +60,8 @@ def test_a_row_is_a_document():
     targets = layout.targets(torch.tensor([[True, True, True], [False, False, False], [False, True, False]]))
     assert targets.trained.tolist() == [3, 0, 1]
     sizes = layout.sizes(targets.trained)
-    assert (sizes.tokens, sizes.computed_rows, sizes.lengths.tolist(), sizes.shared_tokens.tolist()) == (
-        9,
-        9,
-        [4, 0, 3],
-        [0] * 3,
-    )
+    assert (sizes.tokens, sizes.computed_rows) == (9, 9)
+    assert (sizes.lengths.tolist(), sizes.shared_tokens.tolist()) == ([4, 0, 3], [0, 0, 0])
     assert layout.row_counts(targets.trained).tolist() == [[True] * 4, [False] * 4, [True] * 4]
 
 
@@ -78,10 +74,9 @@ def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
     mask = batch["labels"][:, 1:] != IGNORE_INDEX
     targets = layout.targets(mask)
     predictions = [[] for _ in documents]
-    values = (targets.select(batch["labels"][:, 1:]), targets.select(batch["input_ids"][:, :-1]), targets.select(mask))
-    for document, label, before, is_trained in zip(
-        targets.documents.flatten().tolist(), *(value.flatten().tolist() for value in values), strict=True
-    ):
+    selected = map(targets.select, (batch["labels"][:, 1:], batch["input_ids"][:, :-1], mask))
+    values = torch.stack([targets.documents, *selected]).flatten(1).T.tolist()
+    for document, label, before, is_trained in values:
         if is_trained:
             predictions[document].append((before, label))
     for document, pairs in zip(documents, predictions, strict=True):
@@ -121,28 +116,25 @@ def test_only_packs_are_cut():
 def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, degree, prompt):
     batch, rank_batches = parts_of(turns(lengths, prompt), kind, degree)
     whole_layout = layout_of(batch)
-    mask = batch["labels"][:, 1:] != IGNORE_INDEX
-    expected = whole_layout.targets(mask)
-    wanted = pairs_of(expected, batch["labels"][:, 1:])
+    expected = whole_layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX)
     pairs = []
     for rank_batch in rank_batches:
-        targets = rank_batch[LAYOUT_KEY].targets(rank_batch["labels"][:, 1:] != IGNORE_INDEX)
+        layout = rank_batch[LAYOUT_KEY]
+        targets = layout.targets(rank_batch["labels"][:, 1:] != IGNORE_INDEX)
         assert torch.equal(targets.trained, expected.trained)  # of the whole pack
-        pairs += pairs_of(targets, rank_batch["shift_labels"])
-        labels = rank_batch[LAYOUT_KEY].batch_to_count(rank_batch)["shift_labels"]
-        assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, rank_batch["shift_labels"]))
-    assert sorted(pairs) == sorted(wanted)
-    counts = torch.cat([rank_batch[LAYOUT_KEY].row_counts(expected.trained) for rank_batch in rank_batches], dim=1)
+        rank_pairs = pairs_of(targets, rank_batch["shift_labels"])
+        pairs += rank_pairs
+        assert (layout.batch_to_count(rank_batch)["shift_labels"] != IGNORE_INDEX).sum() == len(rank_pairs)
+    assert sorted(pairs) == sorted(pairs_of(expected, batch["labels"][:, 1:]))
+    layouts = [rank_batch[LAYOUT_KEY] for rank_batch in rank_batches]
+    counts = torch.cat([layout.row_counts(expected.trained) for layout in layouts], dim=1)
     assert torch.equal(counts, whole_layout.row_counts(expected.trained))
-    sizes = whole_layout.sizes(expected.trained)
-    of_parts = [rank_batch[LAYOUT_KEY].sizes(expected.trained) for rank_batch in rank_batches]
-    assert sum(rank_part.computed_rows for rank_part in of_parts) == sizes.computed_rows
-    assert all(
-        rank_part.tokens == sizes.tokens and torch.equal(rank_part.lengths, sizes.lengths) for rank_part in of_parts
-    )
-    assert [rank_batch[LAYOUT_KEY].group.is_leader for rank_batch in rank_batches] == [True] + [False] * (degree - 1)
-    assert {rank_batch[LAYOUT_KEY].shares_rows for rank_batch in rank_batches} == {whole_layout.shares_rows}
-    assert {rank_batch[LAYOUT_KEY].checksum for rank_batch in rank_batches} == {rank_batches[0][LAYOUT_KEY].checksum}
+    whole, *of_parts = (layout.sizes(expected.trained) for layout in (whole_layout, *layouts))
+    assert sum(sizes.computed_rows for sizes in of_parts) == whole.computed_rows
+    assert all(sizes.tokens == whole.tokens and torch.equal(sizes.lengths, whole.lengths) for sizes in of_parts)
+    assert [layout.group.is_leader for layout in layouts] == [True] + [False] * (degree - 1)
+    assert {layout.shares_rows for layout in layouts} == {whole_layout.shares_rows}
+    assert len({layout.checksum for layout in layouts}) == 1
 
 
 def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:

@@ -1,17 +1,15 @@
 """The versions that are supported are those that are tested."""
 
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.version import Version
-from support.launch import FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS
+from support.launch import FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS, run_to_end
 
 from trl_packfix.version import TESTED_VERSIONS, __version__
 
@@ -28,7 +26,7 @@ def test_workflows_test_the_python_versions_that_are_supported():
 
 
 def test_one_version_is_released_and_cited():
-    """The changelog and the citation name the newest release: this version, or the one before a development version."""
+    """Changelog and citation name the newest release: this version, or the one before a development version."""
     released = re.search(r"^## \[(\d+\.\d+\.\d+)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (cited["version"], cited["date-released"]) == released.groups()
@@ -85,7 +83,7 @@ def test_each_module_has_tests_near_it():
 
 
 @pytest.fixture
-def run_make_in_folder(tmp_path):
+def run_make_in_folder(tmp_path, monkeypatch):
     """Return a function that runs `make` in a folder with what its rules read, and nothing installed.
 
     It returns what `make` prints.
@@ -94,17 +92,10 @@ def run_make_in_folder(tmp_path):
         shutil.copy2(path, tmp_path)
 
     def run_make(*arguments, **kwargs):
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("MAKEFLAGS", "OMP_WAIT_POLICY", "VERSIONS")
-        }
-        command = ["make", "--no-print-directory", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=env | kwargs, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS
-        )
-        return done.stdout
+        return run_to_end("make", "--no-print-directory", *arguments, cwd=tmp_path, **kwargs).stdout
 
+    for name in ("MAKEFLAGS", "OMP_WAIT_POLICY", "VERSIONS"):
+        monkeypatch.delenv(name, raising=False)
     return run_make
 
 

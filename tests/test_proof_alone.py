@@ -5,12 +5,10 @@ and everything that the example uses runs.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.launch import run_python
 
 ROOT = Path(__file__).parent.parent
 HIDDEN = ("trl", "accelerate", "datasets", "peft", "deepspeed", "pyarrow", "rich", "matplotlib")
@@ -58,10 +56,7 @@ print(json.dumps(facts))
 def facts():
     """Return what the example found in a process where the other packages are hidden."""
     arguments = json.dumps([HIDDEN, str(ROOT / "examples" / "proof_alone.py")])
-    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, arguments], env=settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_python("-c", PROGRAM, arguments).stdout.splitlines()[-1])
 
 
 def test_no_other_package_is_imported(facts):

@@ -6,12 +6,11 @@
 import importlib.util
 import re
 import shutil
-import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.launch import PROCESS_SECONDS
+from support.launch import run_to_end
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = sorted(file for file in (ROOT / "dev/upstream").glob("*.py") if file.name != "verify.py")
@@ -35,10 +34,7 @@ def test_a_patch_fits_the_tested_versions(patch, tmp_path):
             pytest.skip(f"{name} is not installed")
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(spec.origin).parent.parent / name, tmp_path / name)
-    command = ["patch", "-p1", "--fuzz=0", "-i", patch]
-    options = {"cwd": tmp_path, "timeout": PROCESS_SECONDS}
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stdout
+    run_to_end("patch", "-p1", "--fuzz=0", "-i", patch, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.stem)

@@ -1,9 +1,6 @@
 """The package is eight wings, and arrows between them point only downwards; the built wheel has all of them."""
 
 import ast
-import os
-import subprocess
-import sys
 import tomllib
 import zipfile
 from graphlib import CycleError, TopologicalSorter
@@ -13,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from support.examples import leaking_example
-from support.launch import PROCESS_SECONDS
+from support.launch import run_python, run_to_end
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfix"
@@ -57,7 +54,7 @@ def imports(module: str) -> set[str]:
                 base = node.module.split(".")[1:]
             else:
                 continue
-            base = [part for part in base if part]
+            base = [name for name in base if name]
             for alias in node.names:
                 target = ".".join([*base, alias.name])
                 imported.add(target if target in MODULES else ".".join(base))
@@ -93,7 +90,7 @@ def test_no_module_at_the_top_imports_a_feature(module):
 def test_the_table_names_all_wings_and_is_free_of_circles():
     order = list(BELOW)
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(order)
-    assert all(order.index(lower_wing) < order.index(wing) for wing, others in BELOW.items() for lower_wing in others)
+    assert all(order.index(lower_wing) < order.index(wing) for wing, below in BELOW.items() for lower_wing in below)
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
@@ -116,13 +113,12 @@ def test_no_circle_inside_a_wing():
 
 def test_only_the_top_may_import_modules_at_the_top():
     top = [module for module in MODULES if "." not in module and module not in BELOW]
-    assert set(top) == {"__init__", "__main__", "compat", "feature", "group", "layout", "version", "wording"}
+    assert set(top) == ANYONE | {"__init__", "__main__"}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     # built outside of the checkout: `build/` there may hold modules of another day
     source = folder / "source"
     source.mkdir()
@@ -133,7 +129,8 @@ def wheel(tmp_path_factory) -> Path:
             target = source / "trl_packfix" / path.relative_to(PACKAGE)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    subprocess.run([*command, str(folder), str(source)], check=True, timeout=PROCESS_SECONDS)
+    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    run_python("-m", "pip", "wheel", *flags, folder, source)
     return next(folder.glob("*.whl"))
 
 
@@ -157,8 +154,8 @@ def link_packages(folder: Path, requirements: list[str]) -> None:
                 distribution = metadata.distribution(one.name)
             except metadata.PackageNotFoundError:  # not for this machine
                 continue
-            needs = [Requirement(text) for text in distribution.requires or []]
-            todo += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+            required = [Requirement(text) for text in distribution.requires or []]
+            todo += [one for one in required if one.marker is None or one.marker.evaluate({"extra": extra})]
             for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
                 if not (folder / top).exists():
                     (folder / top).symlink_to(distribution.locate_file(top))
@@ -168,18 +165,10 @@ def link_packages(folder: Path, requirements: list[str]) -> None:
 def python(wheel, tmp_path_factory) -> Path:
     """Make an environment with `pip install --no-deps trl_packfix` and nothing else."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PROCESS_SECONDS)
+    run_python("-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
-    subprocess.run(install, check=True, timeout=PROCESS_SECONDS)
+    run_python("-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
     return python
-
-
-def run_with(python: Path, libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in that environment, with these libraries."""
-    settings = os.environ | {"PYTHONPATH": str(libraries)}
-    options = {"env": settings, "cwd": libraries.parent, "timeout": PROCESS_SECONDS}
-    return subprocess.run([python, *arguments], capture_output=True, text=True, **options)
 
 
 @pytest.mark.processes
@@ -192,8 +181,7 @@ def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_insta
     assert not (libraries / "pytest").exists()
     names = [f"trl_packfix.{name}".removesuffix(".__init__") for name in MODULES if name != "__main__"]
     code = f"import importlib, trl_packfix as p\nfor name in {names}: importlib.import_module(name)\nprint(p.__file__)"
-    done = run_with(python, libraries, "-c", code)
-    assert done.returncode == 0, done.stderr
+    done = run_to_end(python, "-c", code, cwd=tmp_path, PYTHONPATH=str(libraries))
     assert str(python.parent.parent) in done.stdout.splitlines()[-1]
 
 
@@ -219,7 +207,8 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
     leaking = leaking_example()
     leaking_test = (example + REPAIR).replace("Llama", leaking.module.removesuffix("Attention"))
     (tmp_path / "test_leaking.py").write_text(leaking_test)
-    done = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_leaking.py")
+    words = ["-m", "pytest", "-q", "test_llama.py", "test_leaking.py"]
+    done = run_to_end(python, *words, cwd=tmp_path, succeeds=False, PYTHONPATH=str(libraries))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 failed, 3 passed" in done.stdout
     assert "PackingLeakError" in done.stdout

@@ -49,10 +49,10 @@ def trained(folder, model_type="llama", lora=False, data=None, **settings):
     trainer = build_trainer(
         folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings)
     )
-    start = weights(trainer).cpu()
+    start_weights = weights(trainer).cpu()
     trainer.train()
     assert trainer.state.global_step == trainer.args.max_steps
-    return trainer, weights(trainer).cpu() - start
+    return trainer, weights(trainer).cpu() - start_weights
 
 
 REFERENCES: dict = {}

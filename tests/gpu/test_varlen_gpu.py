@@ -108,13 +108,13 @@ def by_ffpa(query, key, value, lengths, scale, **options):
     return attend_wide(query, key, value, bounds, max(lengths), scale)
 
 
-OTHER = ({}, {"window": 100}, {"sinks": True}, {"softcap": 30.0})
+ALL_OPTIONS = ({}, {"window": 100}, {"sinks": True}, {"softcap": 30.0})
 
 
 @pytest.mark.parametrize(
     "attend, head_dim, options",
     [
-        *((attend_by_document, dim, options) for dim in (64, 512) for options in OTHER),
+        *((attend_by_document, dim, options) for dim in (64, 512) for options in ALL_OPTIONS),
         *((by_ffpa, dim, {}) for dim in (288, 512)),
     ],
 )
@@ -206,7 +206,7 @@ def test_fp32_reaches_the_kernel_through_autocast_only():
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "stablelm"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_packed_equals_alone(model_type, checkpointing, tiny_model):
-    """A whole packed model in bf16 must be as close to fp32 as each document alone through stock eager attention."""
+    """Whole packed models in bf16 must be as close to fp32 as each document alone through stock eager attention."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 64} if model_type in ("gemma3", "gpt_oss") else {}
     sizes |= {"num_experts_per_tok": 4} if model_type == "gpt_oss" else {}  # all: rounding makes a router choose others
