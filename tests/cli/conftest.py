@@ -22,3 +22,14 @@ def workplace(tmp_path_factory):
     Dataset.from_list(rows).to_json(folder / "rows.jsonl")
     Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     return folder
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    """Return a function that writes lengths into a file, and returns its path."""
+
+    def write(lengths):
+        np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
+        return tmp_path / "lengths.txt"
+
+    return write

@@ -107,10 +107,10 @@ def test_several_lengths_strategies_and_world_sizes(workplace, printed):
         assert one["tokens_per_second"] == pytest.approx(one["num_tokens"] * 100e12 / one["flops"])
 
 
-def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path, printed):
+def test_the_length_recommended_is_the_smallest_that_loses_one_percent(lengths_file, printed):
     lengths = [100] * 990 + [3000] * 10  # 10 of 1000 documents, 23 % of the tokens
-    np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
-    output = printed("plan", tmp_path / "lengths.txt", "--strategy", "stream")
+    file = lengths_file(lengths)
+    output = printed("plan", file, "--strategy", "stream")
     assert [plan["max_length"] for plan in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
     lost = [plan["lost_trained_share"] for plan in output["plans"]]
     trained = sum(lengths) - len(lengths)
@@ -120,14 +120,13 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     assert "The next shorter, 2,048, loses" in str(output["reasons"])
     assert "The next longer" not in str(output["reasons"])
     # a length given that is too short: the best of them, and exit code 1
-    output = printed("plan", tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
+    output = printed("plan", file, "--max-length", 1024, 2048, code=1)
     assert output["max_length"] == 2048
     assert "try a longer one" in output["reasons"][0]
 
 
-def test_a_model_that_reads_no_more_tokens_is_said(workplace, tmp_path, printed):
-    np.savetxt(tmp_path / "lengths.txt", [100] * 20 + [9000] * 5, fmt="%d")
-    words = [tmp_path / "lengths.txt", "--model", workplace / "model"]
+def test_a_model_that_reads_no_more_tokens_is_said(workplace, lengths_file, printed):
+    words = [lengths_file([100] * 20 + [9000] * 5), "--model", workplace / "model"]
     output = printed("plan", *words, code=1)
     assert [plan["max_length"] for plan in output["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
     assert "the model has no more than 4,096 positions" in output["reasons"][0]
@@ -215,14 +214,14 @@ def without_colours(text):
 
 @pytest.mark.parametrize("width", [80, 160])
 @pytest.mark.parametrize("several", [False, True])
-def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, output_of):
+def test_the_table_fits_the_terminal(width, several, lengths_file, monkeypatch, capsys):
     make_terminal(monkeypatch, width)
-    np.savetxt(tmp_path / "a.txt", [*range(100, 9000, 7)] * 2, fmt="%d")
+    file = lengths_file([*range(100, 9000, 7)] * 2)
     words = "--strategy bfd_split minibatch"
     if several:
         words = "--strategy stream bfd --tokens-per-rank 16384 --world-size 8 64 --tflops 100"
-    output = output_of("plan", tmp_path / "a.txt", "--max-length", 1024, 131072, *words.split())
-    lines = without_colours(output).splitlines()
+    assert main(["plan", str(file), "--max-length", "1024", "131072", *words.split()]) == 0
+    lines = without_colours(capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
     shown = " ".join(" ".join(lines).split())
@@ -270,10 +269,9 @@ def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(command, file, wor
     assert ("utf-8" in line.lower()) == ("\xe9" in file[1])
 
 
-def test_plan_with_sequence_parallelism(tmp_path, output_of, printed):
+def test_plan_with_sequence_parallelism(lengths_file, output_of, printed):
     lengths = [*np.random.default_rng(0).integers(5, 300, 400).tolist(), 900, 1500, 2048]
-    np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
-    words = [tmp_path / "lengths.txt", *"--strategy stream --accumulation 2 --world-size 8 12".split()]
+    words = [lengths_file(lengths), *"--strategy stream --accumulation 2 --world-size 8 12".split()]
     words += ["--tokens-per-rank", 512, "--tflops", 100]
     eight, twelve = printed("plan", *words, "--max-length", 2048)["plans"]
     for plan_of_ranks in (eight, twelve):

@@ -144,12 +144,11 @@ def test_plot(words, show_words, tmp_path, output_of):
     assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
 
 
-def test_without_matplotlib_the_plan_is_drawn_as_text(tmp_path, monkeypatch, output_of):
+def test_without_matplotlib_the_plan_is_drawn_as_text(lengths_file, monkeypatch, output_of):
     monkeypatch.setattr(show_command, "find_spec", lambda name: None)
     lengths = [60, 30, 20, 90, 90, 5]
-    np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
     words = "--max-length 100 --batch-size 1 --world-size 2 --strategy bfd --documents 1 --plot x.png".split()
-    shown = output_of("show", tmp_path / "lengths.txt", *words)
+    shown = output_of("show", lengths_file(lengths), *words)
     assert "matplotlib is not installed (`pip install matplotlib`)" in shown
     assert shown.isascii()
     strips = re.findall(r"^step \d, rank \d +([\d#.-]+) +(\d+)%$", shown, re.MULTILINE)
@@ -272,9 +271,8 @@ def test_a_stream_has_no_picture():
         make_stream_report(stream, 3).plot()
 
 
-def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, output_of, printed):
-    np.savetxt(tmp_path / "lengths.txt", [*range(5, 60), 90, 101, 128], fmt="%d")
-    words = ["show", tmp_path / "lengths.txt"]
+def test_the_ranks_of_a_shared_pack_are_shown(lengths_file, tmp_path, output_of, printed):
+    words = ["show", lengths_file([*range(5, 60), 90, 101, 128])]
     words += "--max-length 128 --tokens-per-rank 32 --packs 3 --world-size 4".split()
     shared = [pack for pack in printed(*words) if "ranks" in pack]
     assert shared, "no pack is shared"
@@ -298,9 +296,8 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, output_of, printed):
     assert (tmp_path / "packs.svg").stat().st_size > 10_000
 
 
-def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, output_of, printed):
-    (tmp_path / "x.txt").write_text("10 20 30")
-    words = ["show", tmp_path / "x.txt", "--max-length", 64]
+def test_lengths_alone_show_boundaries_and_a_picture(lengths_file, tmp_path, output_of, printed):
+    words = ["show", lengths_file([10, 20, 30]), "--max-length", 64]
     assert "60 of 64 tokens" in output_of(*words, "--batch-size", 1)
     (pack,) = packs = printed(*words)
     assert {span["input_ids"] for document in pack["documents"] for span in document["parts"]} == {None}

@@ -27,7 +27,7 @@ def judged(model, max_length=64):
 
 
 def test_the_summary_says_the_result_before_the_numbers():
-    report = judged(build_tiny_model("llama"))
+    report = judged(build_tiny_model())
     assert report.summary() == (
         "changing one document changed no other (0.0) and no gradient crosses; each equals itself alone to "
         f"{report.max_difference:.1e} (rounding explains {report.tolerance:.1e}); "
@@ -48,7 +48,7 @@ def test_the_summary_says_the_result_before_the_numbers():
 
 
 def test_a_model_that_is_isolated_and_not_equal_is_not_called_isolated_in_the_error():
-    report = replace(judged(build_tiny_model("llama")), equal=False, max_difference=0.1)
+    report = replace(judged(build_tiny_model()), equal=False, max_difference=0.1)
     assert report.isolated
     assert not report.passed
     with pytest.raises(PackingLeakError) as error:
@@ -95,7 +95,7 @@ class FarToken(torch.nn.Module):
 
 @pytest.mark.parametrize("distance", [64, 450, 900])
 def test_a_leak_is_found_at_any_distance_up_to_max_length(distance):
-    model = build_tiny_model("llama")
+    model = build_tiny_model()
     model.model.layers[0].mlp = FarToken(model.model.layers[0].mlp, distance)
     report = judged(model, 1024)
     assert not report.isolated
@@ -120,7 +120,7 @@ def positions_lost(kwargs):
 
 @pytest.mark.parametrize("change", [all_ones_mask, cache_on, positions_lost])
 def test_batches_under_which_transformers_forgets_the_boundaries_are_found(change):
-    model = build_tiny_model("llama", attn_implementation="sdpa")
+    model = build_tiny_model(attn_implementation="sdpa")
     assert check_isolation(model, 64).isolated
     model.model.register_forward_pre_hook(lambda m, args, kwargs: change(kwargs) or (args, kwargs), with_kwargs=True)
     report = check_isolation(model, 64)
@@ -130,7 +130,7 @@ def test_batches_under_which_transformers_forgets_the_boundaries_are_found(chang
 
 @pytest.mark.parametrize("config", [PrefixTuningConfig, PromptTuningConfig])
 def test_prompt_learning_is_found(config):
-    model = build_tiny_model("llama", attn_implementation="sdpa")
+    model = build_tiny_model(attn_implementation="sdpa")
     model = get_peft_model(model, config(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     report = check_isolation(model, 64)
     assert not report.isolated
@@ -141,7 +141,7 @@ def test_prompt_learning_is_found(config):
 
 @pytest.mark.parametrize("rope", [longrope(), DYNAMIC], ids=["longrope", "dynamic"])
 def test_rope_that_depends_on_length_is_found_through_length_only(rope):
-    model = build_tiny_model("llama", **rope)
+    model = build_tiny_model(**rope)
     report = judged(model, 200)
     assert report.max_gradient == 0, "the tokens of one document do not reach another"
     assert not report.isolated, "its length does"
@@ -154,11 +154,11 @@ def test_rope_that_depends_on_length_is_found_through_length_only(rope):
 @pytest.mark.parametrize("factor", [4.0, 1.01])
 def test_half_precision_does_not_hide_a_leak_through_length(factor):
     """It is below the rounding of bf16 where the model ends, and far above it where positions become angles."""
-    report = judged(build_tiny_model("llama", dtype=torch.bfloat16, **longrope(factor)), 200)
+    report = judged(build_tiny_model(dtype=torch.bfloat16, **longrope(factor)), 200)
     assert not report.isolated
     assert report.max_change < report.tolerance
     assert [leak.module for leak in report.leaks] == ["LlamaRotaryEmbedding"]
-    report = judged(build_tiny_model("llama", dtype=torch.bfloat16, **longrope(1.0)), 200)
+    report = judged(build_tiny_model(dtype=torch.bfloat16, **longrope(1.0)), 200)
     assert report.passed
     assert not report.leaks
 

@@ -41,7 +41,7 @@ def test_restarted_positions_need_no_groups_of_documents(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope", [longrope(), DYNAMIC], ids=["longrope", "dynamic"])
 def test_rope_that_depends_on_length_is_computed_for_each_document(rope, dtype):
-    model = build_tiny_model("llama", dtype=dtype, **rope)
+    model = build_tiny_model(dtype=dtype, **rope)
     report = packed_model(model).prove(model)
     assert report.passed
     assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]

@@ -21,7 +21,7 @@ def pack(lengths):
 
 @pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 1, 9, 2], [4] * 6, [1] * 64, [32]])
 def test_any_documents_come_back_in_order(lengths):
-    model = build_tiny_model("llama", attn_implementation="sdpa").eval()
+    model = build_tiny_model(attn_implementation="sdpa").eval()
     documents, batch = pack(lengths)
     UnpackedForward(model).install()
     with torch.no_grad():
@@ -31,7 +31,7 @@ def test_any_documents_come_back_in_order(lengths):
 
 
 def test_padding_is_bounded_by_grouping_documents_of_similar_length():
-    model = build_tiny_model("llama", attn_implementation="sdpa")
+    model = build_tiny_model(attn_implementation="sdpa")
     UnpackedForward(model).install()
     computed = []
     model.model.layers[0].register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[:-1].numel()))
@@ -42,7 +42,7 @@ def test_padding_is_bounded_by_grouping_documents_of_similar_length():
 
 
 def test_a_forward_that_raises_leaves_nothing_behind():
-    model = build_tiny_model("llama", attn_implementation="sdpa").eval()
+    model = build_tiny_model(attn_implementation="sdpa").eval()
     unpacked = UnpackedForward(model)
     unpacked.install()
     _, batch = pack([3, 2])
@@ -86,6 +86,6 @@ def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
 
 
 def test_documents_that_move_each_other_through_the_length_of_a_batch_are_not_called_right():
-    model = build_tiny_model("llama", **DYNAMIC)
+    model = build_tiny_model(**DYNAMIC)
     UnpackedForward(model).install()
     assert not check_isolation(model, max_length=64).isolated

@@ -266,36 +266,31 @@ def test_full_and_tiny_documents(strategy):
 
 
 @pytest.mark.parametrize(
-    "arguments, phrases",
+    "arguments, message",
     [
-        ({"strategy": "bfd_split"}, ["'bfd_split'", "from lengths alone", "split the documents", "strategy='bfd'"]),
-        (
-            {"strategy": "ffd"},
-            ["'ffd'", "No such packing strategy", "'stream', 'bfd'", "'bfd_split', 'wrapped', 'minibatch'"],
-        ),
-        ({"capacity": 0}, ["capacity=0", "at least one", "per_device_train_batch_size * max_length"]),
-        ({"capacity": 8.0}, ["capacity=8.0", "whole number of tokens", "Set it to"]),
-        ({"capacity": None}, ["capacity=None", "whole number of tokens", "Set it to"]),
-        ({"lengths": [3, 0, 2, -1]}, ["document 1 has 0", "document 3 has -1", "(2 of 4 documents)", "Drop empty"]),
-        ({"lengths": [3, 9, 2]}, ["document 1 has 9 tokens", "(1 of 3 documents)", "capacity=8", "Truncate, split or"]),
-        ({"lengths": [9] * 20}, ["document 9 has 9 tokens, ... (20 of 20 documents)"]),
-        ({"lengths": np.array([2**63], dtype=np.uint64)}, ["document 0 has 9223372036854775808 tokens"]),
-        ({"lengths": [1.0, 2.5]}, ["float64", "one whole number of tokens per document", "array of integers"]),
-        ({"lengths": [True, False]}, ["bool", "one whole number of tokens per document", "array of integers"]),
-        ({"lengths": [[1, 2], [3, 4]]}, ["shape (2, 2)", "one-dimensional"]),
-        ({"lengths": [[5, 6, 7], [8]]}, ["nested sequences", "len(ids) for ids in dataset['input_ids']"]),
-        ({"lengths": 5}, ["shape ()", "one-dimensional"]),
+        ({"strategy": "bfd_split"}, "'bfd_split'.*from lengths alone.*split the documents.*strategy='bfd'"),
+        ({"strategy": "ffd"}, "'ffd'.*No such packing strategy.*'stream', 'bfd'.*'bfd_split', 'wrapped', 'minibatch'"),
+        ({"capacity": 0}, r"capacity=0.*at least one.*per_device_train_batch_size \* max_length"),
+        ({"capacity": 8.0}, "capacity=8.0.*whole number of tokens.*Set it to"),
+        ({"capacity": None}, "capacity=None.*whole number of tokens.*Set it to"),
+        ({"lengths": [3, 0, 2, -1]}, r"document 1 has 0.*document 3 has -1.*\(2 of 4 documents\).*Drop empty"),
+        ({"lengths": [3, 9, 2]}, r"document 1 has 9 tokens \(1 of 3 documents\).*capacity=8.*Truncate, split or"),
+        ({"lengths": [9] * 20}, r"document 9 has 9 tokens, ... \(20 of 20 documents\)"),
+        ({"lengths": np.array([2**63], dtype=np.uint64)}, "document 0 has 9223372036854775808 tokens"),
+        ({"lengths": [1.0, 2.5]}, "float64.*one whole number of tokens per document.*array of integers"),
+        ({"lengths": [True, False]}, "bool.*one whole number of tokens per document.*array of integers"),
+        ({"lengths": [[1, 2], [3, 4]]}, r"shape \(2, 2\).*one-dimensional"),
+        ({"lengths": [[5, 6, 7], [8]]}, r"nested sequences.*len\(ids\) for ids in dataset\['input_ids'\]"),
+        ({"lengths": 5}, r"shape \(\).*one-dimensional"),
         # refused before an array of that many numbers is made
-        ({"lengths": [2**32], "capacity": 2**32}, ["has 4294967296 tokens", "up to 67108864 tokens", "or less"]),
-        ({"seed": -1}, ["seed=-1", "non-negative", "Set seed to 0"]),
-        ({"epoch": 0.5}, ["epoch=0.5", "non-negative", "Set epoch to 0"]),
+        ({"lengths": [2**32], "capacity": 2**32}, "has 4294967296 tokens.*up to 67108864 tokens.*or less"),
+        ({"seed": -1}, "seed=-1.*non-negative.*Set seed to 0"),
+        ({"epoch": 0.5}, "epoch=0.5.*non-negative.*Set epoch to 0"),
     ],
 )
-def test_messages(arguments, phrases):
-    with pytest.raises(ValueError) as error:
+def test_messages(arguments, message):
+    with pytest.raises(ValueError, match=message):
         plan_packs(**({"lengths": [1, 2, 3], "capacity": 8} | arguments))
-    for phrase in phrases:
-        assert phrase in str(error.value)
 
 
 @pytest.mark.processes

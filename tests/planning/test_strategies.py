@@ -2,7 +2,6 @@
 
 import ast
 import doctest
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from support.runs import build_trainer
 from test_scheduling import KINDS, documents_of, problems, rows_of
 
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
-from trl_packfix.cli import main
 from trl_packfix.planning.strategies import STRATEGIES, StrategyTraits
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +66,7 @@ def test_the_example_of_contributing_is_what_it_says(next_fit):
     assert runner.summarize() == (0, 1)
 
 
-def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
+def test_one_record_makes_a_strategy(next_fit, tmp_path, output_of):
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7, i] for i in range(10, 34)]})  # two of them fit a pack
     plan = plan_packs([4] * 24, 8, "next_fit", seed=1)
     assert np.diff(plan.offsets).tolist() == [2] * 12
@@ -83,15 +81,11 @@ def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
     trainer.train()
     assert trainer.state.max_steps == 12 == trainer.packing_report.num_packs
     assert trainer.packing_report.strategy == "next_fit"
-    # Of each step, and in the last line of the whole training
-    assert [entry["documents_per_step"] for entry in trainer.state.log_history if "documents_per_step" in entry] == [
-        2
-    ] * 13
+    logged = [entry["documents_per_step"] for entry in trainer.state.log_history if "documents_per_step" in entry]
+    assert logged == [2] * 13, "of each step, and in the last line of the whole training"
     rows.save_to_disk(tmp_path / "rows")
-    capsys.readouterr()
-    words = ["--max-length", "4", "--batch-size", "2", "--strategy", "next_fit", "--json"]
-    assert main(["plan", str(tmp_path / "rows"), *words]) in (0, None)
-    assert "next_fit" in json.dumps(json.loads(capsys.readouterr().out))
+    words = ["--max-length", 4, "--batch-size", 2, "--strategy", "next_fit"]
+    assert "next_fit" in output_of("plan", tmp_path / "rows", *words)
 
 
 @pytest.mark.parametrize("kind, tokens_per_rank", [(kind, room) for kind in KINDS for room in (None, 16)])

@@ -2,9 +2,7 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-from trl_packfix.reporting.sections import OwnPacks, SharedPacks
+from trl_packfix.reporting.sections import SharedPacks
 
 
 def stream_of(tokens_per_rank):
@@ -20,13 +18,6 @@ def test_the_largest_part_of_a_rank_is_said():
     assert SharedPacks(16, 4, {1: 2}).line().endswith(": 1: 2")
     assert SharedPacks.of_stream(stream_of(16), {1: 3}) == SharedPacks(16, 4, {1: 3})
     assert SharedPacks.of_stream(stream_of(None), {1: 3}) is None
-
-
-@pytest.mark.parametrize("world_size, num_lines", [(1, 0), (2, 1), (3, 1)])
-def test_the_imbalance_of_several_ranks_is_said(world_size, num_lines):
-    lines = [*OwnPacks(64, 2).lines(world_size, 1.25, "; of images")]
-    assert lines == [("imbalance", "1.250 modelled (1 is perfect); of images")] * num_lines
-    assert (OwnPacks.smallest_degree, OwnPacks.exchange_share) == (1, 0)
 
 
 def test_the_imbalance_of_images_is_said_where_ranks_share_packs():

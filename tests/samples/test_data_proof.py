@@ -41,6 +41,10 @@ TOOLS = [
 ]
 
 
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
 def call(name="get_weather", content="", **arguments):
     function = {"name": name, "arguments": arguments or {"city": "Oslo"}}
     return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
@@ -54,7 +58,7 @@ def sharegpt(*turns):
     return [{"from": role, "value": text} for role, text in turns]
 
 
-ANSWER_IN_PARTS = {"role": "assistant", "content": text_part("It is sunny")}
+ANSWER_IN_PARTS = turn("assistant", text_part("It is sunny"))
 
 
 @dataclass
@@ -79,9 +83,7 @@ ALPACA = {"instruction": "What is the sum", "output": "3"}
 FORMAT = "{instruction} {output}".format_map
 CASES = {
     # Roles
-    "developer": Case(
-        "sglang#40082", messages({"role": "developer", "content": "Be brief"}, ASK, OK), "`developer`, which"
-    ),
+    "developer": Case("sglang#40082", messages(turn("developer", "Be brief"), ASK, OK), "`developer`, which"),
     "function_call": Case(
         "LLaMA-Factory, glaive_toolcall_en",
         {"conversations": sharegpt(("human", "Hi"), ("function_call", "a b"), ("observation", "c d"), ("gpt", "Yes"))},
@@ -90,18 +92,18 @@ CASES = {
     ),
     "system in the middle": Case(
         "OpenHermes with notes",
-        messages(ASK, OK, {"role": "system", "content": "Now rhyme"}, ASK, OK),
+        messages(ASK, OK, turn("system", "Now rhyme"), ASK, OK),
         LEFT_OUT,
         "gptoss",
     ),
     "capitals": Case(
         "BELLE",
-        messages({"role": "User", "content": "Hi"}, {"role": "Assistant", "content": "Ho"}),
+        messages(turn("User", "Hi"), turn("Assistant", "Ho")),
         "role `Assistant`, which",
     ),
     "human in messages": Case(
         "Vicuna converted by hand",
-        messages({"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Ho"}),
+        messages(turn("human", "Hi"), turn("gpt", "Ho")),
         "role `gpt`, which the chat template renders as it renders any unknown role",
         "plain",
     ),
@@ -111,20 +113,20 @@ CASES = {
     # Texts
     "parts": Case(
         "OpenAI, LLaVA-Instruct without images",
-        messages({"role": "user", "content": text_part("Hi")}, {"role": "assistant", "content": text_part("Ho")}),
+        messages(turn("user", text_part("Hi")), turn("assistant", text_part("Ho"))),
         "Nothing that the user says",
         severity="error",
     ),
     "parts as Python": Case(
         "the same under ChatML",
-        messages({"role": "user", "content": text_part("Hi")}, {"role": "assistant", "content": text_part("Ho")}),
+        messages(turn("user", text_part("Hi")), turn("assistant", text_part("Ho"))),
         "writes as Python writes a list",
         "printing",
         severity="error",
     ),
     "text beside a call": Case(
         "tau-bench",
-        messages(ASK, call(content="Let me look"), {"role": "tool", "content": "9"}, OK),
+        messages(ASK, call(content="Let me look"), turn("tool", "9"), OK),
         "`content beside tool_calls`",
         "llama3_2",
     ),
@@ -151,7 +153,7 @@ CASES = {
     "blocks of a call": Case(
         "Anthropic, traces",
         messages(
-            {"role": "user", "content": text_part("What")},
+            turn("user", text_part("What")),
             {
                 "role": "assistant",
                 "content": [*text_part("Look"), {"type": "tool_use", "input": {"city": "in Oslo"}}],
@@ -163,19 +165,19 @@ CASES = {
     "blocks of a thought": Case(
         "Anthropic, extended thinking",
         messages(
-            {"role": "user", "content": text_part("What")},
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look it up"}, *text_part("Rain")]},
+            turn("user", text_part("What")),
+            turn("assistant", [{"type": "thinking", "thinking": "Look it up"}, *text_part("Rain")]),
         ),
         "`thinking in content`",
         "qwen2_5_vl",
     ),
     "input_text": Case(
         "OpenAI, Responses",
-        messages({"role": "user", "content": [{"type": "input_text", "text": "What"}]}, ANSWER_IN_PARTS),
+        messages(turn("user", [{"type": "input_text", "text": "What"}]), ANSWER_IN_PARTS),
         "",
         "qwen2_5_vl",
     ),
-    "empty system": Case("LLaMA-Factory, alpaca_en", messages({"role": "system", "content": ""}, ASK, OK), ""),
+    "empty system": Case("LLaMA-Factory, alpaca_en", messages(turn("system", ""), ASK, OK), ""),
     # Thoughts
     "reasoning": Case("OpenThoughts", messages(ASK, OK | {"reasoning_content": "Look up"}), LEFT_OUT, "qwen2_5"),
     "early thought": Case(
@@ -202,7 +204,7 @@ CASES = {
     ),
     "calls": Case(
         "xlam-function-calling-60k",
-        messages(ASK, call(), {"role": "tool", "content": "9"}, OK),
+        messages(ASK, call(), turn("tool", "9"), OK),
         "`tool_calls`",
         "phi3_5",
     ),
@@ -294,8 +296,8 @@ CASES = {
     "null image of a part": Case(
         "LLaVA-OneVision in Arrow",
         messages(
-            {"role": "user", "content": text_part("Hi", image=None)},
-            {"role": "assistant", "content": text_part("Ho", image=None)},
+            turn("user", text_part("Hi", image=None)),
+            turn("assistant", text_part("Ho", image=None)),
         ),
         "they are taken out",
         "qwen2_5_vl",
@@ -314,7 +316,7 @@ CASES = {
     ),
     "formatted without a role": Case(
         "hand-written ChatML",
-        messages({"role": "developer", "content": "Be brief"}, ASK, OK),
+        messages(turn("developer", "Be brief"), ASK, OK),
         "have `content` in messages of the role `developer`, which `formatting_func` leaves out",
         settings={
             "formatting_func": lambda row: " ".join(m["content"] for m in row["messages"] if m["role"] != "developer")
@@ -330,9 +332,7 @@ CASES = {
         "Llama 3", ALPACA, "begin with BOS", "bos", settings={"formatting_func": "<s>{instruction} {output}".format_map}
     ),
     "right": Case("gsm8k", messages(ASK, OK), ""),
-    "right tools": Case(
-        "sgd", messages(ASK, call(), {"role": "tool", "content": "9"}, OK, tools=json.dumps(TOOLS)), ""
-    ),
+    "right tools": Case("sgd", messages(ASK, call(), turn("tool", "9"), OK, tools=json.dumps(TOOLS)), ""),
 }
 OTHER_TRAIN_KEYS = {"trainable": "verl", "mask": "NeMo", "training": "axolotl"}
 CASES |= {
@@ -361,7 +361,7 @@ MEDIA = {  # (where it is from, a part of a message, which is named after its la
 CASES |= {
     name: Case(
         source,
-        messages({"role": "user", "content": [*text_part("What"), medium]}, ANSWER_IN_PARTS),
+        messages(turn("user", [*text_part("What"), medium]), ANSWER_IN_PARTS),
         f"`{name}` in their messages",
         "qwen2_5_vl",
         "error",
@@ -642,10 +642,10 @@ NEW = "{%- set given = messages -%}{%- set all = namespace(m=[]) -%}{%- for m in
 END = "{%- endfor -%}{%- set messages = all.m -%}"
 TWO_CALLS = call() | {"tool_calls": call()["tool_calls"] + call("get_time", zone="CET")["tool_calls"]}
 TRACE = messages(
-    {"role": "system", "content": "You read a thermometer"},
+    turn("system", "You read a thermometer"),
     ASK,
     TWO_CALLS,
-    {"role": "tool", "content": "Nine degrees"},
+    turn("tool", "Nine degrees"),
     OK | {"reasoning_content": "That is cold"},
     tools=json.dumps([*TOOLS, {"type": "function", "function": TOOLS[0]["function"] | {"name": "get_time"}}]),
 )
