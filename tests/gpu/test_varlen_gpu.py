@@ -61,8 +61,29 @@ def run_attention(function, tensors, device, dtype=None):
     return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, tensors, grad))]
 
 
+def on_cpu(function, tensors):
+    """Return outputs and gradients in fp64, and what the dtype alone costs."""
+    return run_attention(function, tensors, "cpu", torch.float64), run_attention(function, tensors, "cpu")
+
+
+def check_errors(results, exact, rounded, least=0.0):
+    """Check that no result is further from fp64 than three times what its dtype costs, and a thousandth."""
+    for name, got, want, third in zip(("out", "dq", "dk", "dv", "dsinks"), results, exact, rounded, strict=False):
+        error, allowed = ((x.double() - want).norm() / want.norm().clamp(min=least) for x in (got, third))
+        assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
+
+
+def bounds_of(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+def boundaries():
+    bounds = bounds_of(LENGTHS).cuda()
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": LONGEST, "max_length_k": LONGEST}
+
+
 def on_cuda(window, scale, lengths=LENGTHS):
-    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).cuda()
+    bounds = bounds_of(lengths).cuda()
 
     def attend(q, k, v, s=None):
         launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
@@ -85,20 +106,11 @@ def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_head
     def reference(q, k, v, s=None):
         return attend_on_cpu(q, k, v, LENGTHS, scale=scale, window=window, sinks=s)
 
-    exact = run_attention(reference, tensors, "cpu", torch.float64)
-    rounded = run_attention(reference, tensors, "cpu")  # what the dtype alone costs
+    exact, rounded = on_cpu(reference, tensors)
     # With a window of 1 and no sinks the softmax is 1, so dq and dk are exactly 0 and what is computed is rounding: it
     # is measured by the other results. Everywhere else each norm is far above a hundredth of the largest.
     least = 1e-2 * max(want.norm() for want in exact)
-    for name, got, want, third in zip(
-        ("out", "dq", "dk", "dv", "dsinks"),
-        run_attention(on_cuda(window, scale), tensors, "cuda"),
-        exact,
-        rounded,
-        strict=False,
-    ):
-        error, allowed = ((x.double() - want).norm() / want.norm().clamp(min=least) for x in (got, third))
-        assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
+    check_errors(run_attention(on_cuda(window, scale), tensors, "cuda"), exact, rounded, least)
 
 
 def by_ffpa(query, key, value, lengths, scale, **options):
@@ -126,11 +138,7 @@ def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, option
     def by(function):
         return lambda q, k, v, s=None: function(q, k, v, LENGTHS, sinks=s, **options)
 
-    exact = run_attention(by(attend_on_cpu), tensors, "cpu", torch.float64)
-    rounded = run_attention(by(attend_on_cpu), tensors, "cpu")
-    for got, want, third in zip(run_attention(by(attend), tensors, "cuda"), exact, rounded, strict=True):
-        error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, third))
-        assert error <= 3 * allowed + 1e-3, (error.item(), allowed.item())
+    check_errors(run_attention(by(attend), tensors, "cuda"), *on_cpu(by(attend_on_cpu), tensors))
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -180,13 +188,12 @@ def test_documents_of_extreme_packs_are_what_they_are_alone(lengths, head_dim):
 def test_no_host_sync():
     """If all four boundary arguments are passed, the host never waits, forward or backward."""
     query, key, value, sinks = (x.cuda().requires_grad_() for x in random_inputs(64, 64, 4, 2, True, torch.bfloat16))
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
-    boundaries = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": LONGEST, "max_length_k": LONGEST}
+    pack = boundaries()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for options in ({}, {"s_aux": sinks}, {"sliding_window": 100}):
-            out, _ = varlen_attention(nn.Module(), query, key, value, None, **boundaries, **options)
+            out, _ = varlen_attention(nn.Module(), query, key, value, None, **pack, **options)
             out.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -194,12 +201,10 @@ def test_no_host_sync():
 
 def test_fp32_reaches_the_kernel_through_autocast_only():
     query, key, value = (x.cuda() for x in random_inputs(64, 64, 4, 2, False, torch.float32))
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
-    boundaries = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": LONGEST, "max_length_k": LONGEST}
     with pytest.raises(ValueError, match="Set bf16=True"):
-        varlen_attention(nn.Module(), query, key, value, None, **boundaries)
+        varlen_attention(nn.Module(), query, key, value, None, **boundaries())
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        out, _ = varlen_attention(nn.Module(), query, key, value, None, **boundaries)
+        out, _ = varlen_attention(nn.Module(), query, key, value, None, **boundaries())
     assert out.dtype == torch.bfloat16
 
 
@@ -254,9 +259,9 @@ def shared_runs(device):
 def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
     features = dict(features)
-    on_cpu = shared_runs("cpu")
+    cpu_runs, gpu_runs = (shared_runs(device) for device in ("cpu", "cuda"))
     sinks = features.pop("sinks", False)
-    num_rows = int(on_cpu.cu_seq_lens_q[-1])
+    num_rows = int(cpu_runs.cu_seq_lens_q[-1])
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, heads, num_rows, 64, generator=generator).to(torch.bfloat16) for heads in (8, 2, 2)]
     tensors += [torch.randn(8, generator=generator)] if sinks else []
@@ -264,16 +269,14 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     def attention(attend, shared):
         return lambda q, k, v, s=None: attend(q, k, v, shared, scale=0.125, sinks=s, **features)
 
-    exact = run_attention(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu", torch.float64)
-    rounded = run_attention(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu")
-    on_gpu = shared_runs("cuda")
+    exact, rounded = on_cpu(attention(attend_shared_on_cpu, cpu_runs), tensors)
     inputs = [x.cuda().requires_grad_() for x in tensors]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.autograd.grad(attention(attend_pack_on_cuda, on_gpu)(*inputs).sum(), inputs)
+        torch.autograd.grad(attention(attend_pack_on_cuda, gpu_runs)(*inputs).sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    results = run_attention(attention(attend_pack_on_cuda, on_gpu), tensors, "cuda")
+    results = run_attention(attention(attend_pack_on_cuda, gpu_runs), tensors, "cuda")
     for got, want, third in zip(results, exact, rounded, strict=True):
         assert (got - want).norm() < 2 * (third - want).norm() + 1e-3 * want.norm()
 
@@ -285,7 +288,7 @@ def test_flash_attention_3_equals_the_cpu(head_dim, window):
     pytest.importorskip("flash_attn_interface", reason="flash-attn-3 is not installed")
     q_lengths = [0, 40, 300, 1, 64]
     k_lengths = [0, 40, 900, 129, 64]
-    bounds = [torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (q_lengths, k_lengths)]
+    bounds = [bounds_of(lengths) for lengths in (q_lengths, k_lengths)]
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 8, sum(q_lengths), head_dim), *[(1, 2, sum(k_lengths), head_dim)] * 2]
     tensors = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]

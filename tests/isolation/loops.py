@@ -54,8 +54,7 @@ THREADS = {
     "prime-rl#1957": "grouping",  # the mean over micro-batches of their means
     "NeMo-RL#3380": "scale",  # times the number of ranks
     "unsloth-zoo#1023": "grouping",  # divided by the accumulation once more
-    "torchtitan#3130": "content",  # boundaries behind end tokens
-    "open-instruct#1855": "content",  # the same, of rows that were truncated
+    "torchtitan#3130": "content",  # boundaries behind end tokens, as open-instruct#1855 with rows that were truncated
     "nanochat#400": "grouping",  # each micro-batch divided by its own tokens
     "maxtext#5198": "isolation",  # a keyword of another name, which the model ignores
     "AReno#75": "scale",  # the mean over all tokens, not over the trained ones
@@ -66,18 +65,13 @@ OURS = {
     "mask over all documents if one is masked": "isolation",
     "boundaries before first tokens": "content",
     "equal documents once": "content",
-    "first target of a pack lost": "isolation",
     "mean of documents": "labels",
-    "labels in another order": "isolation",
-    "count of the first micro-batch": "grouping",
     "nan without a target": "masked",
-    "long packs weigh less": "labels",
-    "padding trained": "scale",
     "no shift": "scale",
     "shifted twice": "scale",
 }
 # Found without a reference, too
-WITHOUT_SHIFT = ("one document without a mask", "padding trained", "no shift", "shifted twice")
+WITHOUT_SHIFT = ("one document without a mask", "no shift", "shifted twice")
 
 
 def collate(pack: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
@@ -86,12 +80,9 @@ def collate(pack: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tens
     ids = [torch.tensor(document["input_ids"]) for document in pack]
     lengths = torch.tensor(list(map(len, ids)))
     position = torch.cat([torch.arange(n) for n in lengths])
-    labels = [torch.tensor(document["labels"]) for document in pack]
-    if fault == "labels in another order" and len(pack) > 1:
-        labels = labels[::-1]
     return {
         "ids": torch.cat(ids),
-        "labels": torch.cat(labels),
+        "labels": torch.cat([torch.tensor(document["labels"]) for document in pack]),
         "owner": torch.repeat_interleave(torch.arange(len(pack)), lengths),
         "position": torch.arange(len(position)) if fault == "positions go on" else position,
     }
@@ -101,7 +92,7 @@ def owners_of(batch: dict[str, Tensor], fault: str) -> Tensor:
     """Return whose each token is, as the loop believes."""
     owner = batch["owner"]
     ids = batch["ids"]
-    if fault in ("torchtitan#3130", "open-instruct#1855"):
+    if fault == "torchtitan#3130":
         return torch.cat([owner[:1] * 0, (ids[:-1] == EOS).long().cumsum(0)])
     if fault == "boundaries before first tokens":
         return (ids == BOS).long().cumsum(0)
@@ -138,13 +129,9 @@ def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, 
         targets = targets.masked_fill(ends, IGNORE)
     if fault == "targets of the inputs":
         targets = torch.roll(ids, -1).masked_fill(targets == IGNORE, IGNORE)
-    if fault == "first target of a pack lost" and int(owner.max()) > 0:
-        targets[(targets != IGNORE).nonzero()[:1, 0]] = IGNORE
     loss = functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
     if fault == "nan without a target":
         loss = -logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != IGNORE)
-    if fault == "padding trained":
-        loss = loss - 0.1 * logits.log_softmax(-1)[:, 0]
     return loss, targets != IGNORE
 
 
@@ -154,7 +141,7 @@ def num_targets(batch: dict[str, Tensor]) -> Tensor:
 
 def weights_of(fault: str, micro_batches: list[tuple[Tensor, Tensor]], i: int, owner: Tensor) -> Any:
     """Return the weight of each token of micro-batch `i` of a step, or one weight for all of them."""
-    loss, mask = micro_batches[i]
+    _, mask = micro_batches[i]
     num_batches = len(micro_batches)
     count = sum(each_mask.sum() for _, each_mask in micro_batches).clamp(min=1)
     if fault in ("prime-rl#1957", "nanochat#400"):
@@ -167,9 +154,7 @@ def weights_of(fault: str, micro_batches: list[tuple[Tensor, Tensor]], i: int, o
     factors: dict[str, Any] = {
         "unsloth-zoo#1023": 1 / num_batches,
         "NeMo-RL#3380": 2,
-        "count of the first micro-batch": count / micro_batches[0][1].sum().clamp(min=1),
         "nan without a target": mask.sum() / mask.sum(),  # where the loss is computed by hand
-        "long packs weigh less": 1 / (1 + (len(loss) > 64)),
     }
     return factors.get(fault, 1)
 

@@ -140,15 +140,19 @@ def test_heads_are_read_from_the_config():
     assert make_cost_model(config).attention == (HeadCounts(3, 4, 4, 24, 12),)
 
 
-@pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
-def test_a_model_without_attention_pays_for_exchanges(model_type):
+@pytest.mark.parametrize(
+    "model_type, sizes, heads, keys, values",
+    [
+        ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2}, 8, 2 * 4 * 16, 8 * 33),
+        ("mamba", {}, 128, 4 * 2 * 16, 128 * 3),
+    ],
+)
+def test_a_model_without_attention_pays_for_exchanges(model_type, sizes, heads, keys, values):
     """Mixers exchange tokens for heads, too. Without that cost all short packs would be shared by most ranks."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 32, "state_size": 16}
-    sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 2} if model_type == "mamba2" else {}
+    sizes |= {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 32, "state_size": 16}
     costs = make_cost_model(AutoConfig.for_model(model_type, **sizes))
     (scan,) = costs.mixers
-    assert (scan.layers, scan.heads) == ((3, 8) if model_type == "mamba2" else (3, 128))
-    keys, values = (2 * 4 * 16, 8 * 33) if model_type == "mamba2" else (4 * 2 * 16, 128 * 3)
+    assert (scan.layers, scan.heads) == (3, heads)
     latency = 3 * 2 * 3 * 20e-6
     seconds = 3 * (keys + values) * 2 * 3 * 3 / 4 / 300e9
     assert GroupTimes(costs).exchange_seconds(4) == pytest.approx((seconds, latency))
