@@ -241,6 +241,13 @@ def tested_with(model_type="llama", **fields):
         ("llama", {"a_new_name": 700, "hidden_size": 512}, {"a_new_name": 700}),
         ("deepseek_v4", {}, {"index_topk": 512 * 4, "compress_rates.heavily_compressed_attention": 128}),
         ("modernbert-decoder", {}, {"local_attention": 128}),
+        # Chosen positions may be all until one more of the largest blocks is full
+        ("llama", {"index_topk": 2048}, {"index_topk": 2048}),
+        ("llama", {"index_topk": 2048, "index_kpool": 4, "other_block_size": 64}, {"index_topk": 2048 + 64}),
+        # Those of layers that compress nothing are tokens
+        ("deepseek_v4", {"compress_rates": {"heavily_compressed_attention": 128}}, {"index_topk": 512}),
+        # The smallest threshold has two tokens
+        ("llama", {"a_window": 2, "another_window": 1}, {"a_window": 2, "another_window": None}),
     ],
 )
 def test_thresholds_are_in_tokens(model_type, fields, expected):
@@ -253,22 +260,6 @@ def test_only_numbers_of_chosen_positions_and_sizes_of_one_family_are_multiplied
     fields = {"index_topk": 8, "index_window": 32, "other_blocks": 16, "plain_window": 20, "plain_reach": 24}
     products = {name: value for name, value in tested_with(**fields).items() if "*" in name}
     assert products == {"index_topk * index_window": 8 * 32}
-
-
-def test_chosen_positions_may_be_all_until_one_more_of_the_largest_blocks_is_full():
-    assert tested_with(index_topk=2048)["index_topk"] == 2048
-    assert tested_with(index_topk=2048, index_kpool=4, other_block_size=64)["index_topk"] == 2048 + 64
-
-
-@current_models
-def test_chosen_positions_of_layers_that_compress_nothing_are_tokens():
-    rates = {"heavily_compressed_attention": 128}
-    assert tested_with("deepseek_v4", compress_rates=rates)["index_topk"] == 512
-
-
-def test_the_smallest_threshold_has_two_tokens():
-    assert tested_with(a_window=2)["a_window"] == 2
-    assert "a_window" not in tested_with(a_window=1)
 
 
 # Models that are not causal

@@ -10,14 +10,13 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import time_bound
-from support.planners import make_epochs, of_units
+from support.planners import documents_of_lengths, make_epochs, of_units
 from support.runs import config
-from test_scheduling import KINDS, rows_of
-from test_scheduling import documents_of as scheduled_documents
+from test_scheduling import KINDS, documents_of, rows_of
 from transformers import AutoConfig
 
 from trl_packfix import PackedDataCollator
-from trl_packfix.data.documents import Documents, Ledger, make_documents
+from trl_packfix.data.documents import Documents, make_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, document_loader
 from trl_packfix.data.model_costs import make_cost_model
@@ -42,13 +41,8 @@ DEAR = Speeds(within=3e6, between=1e6, ranks_per_node=4, latency_within=1e-4, la
 CHEAP = Speeds(within=3e8, between=1e8, ranks_per_node=4)
 
 
-def documents_of(lengths) -> Documents:
-    lengths = np.array(lengths, dtype=np.int64)
-    return Documents(np.arange(len(lengths)), 0 * lengths, lengths, lengths, Ledger())
-
-
 def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="stream", **kwargs) -> EpochPlanner:
-    documents = lengths if isinstance(lengths, Documents) else documents_of(lengths)
+    documents = lengths if isinstance(lengths, Documents) else documents_of_lengths(lengths)
     kwargs = {"cost_model": MODEL, "speeds": DEAR} | kwargs
     return make_epochs(
         documents, strategy, 1, max_length, world_size=world_size, tokens_per_rank=tokens_per_rank, **kwargs
@@ -67,7 +61,7 @@ def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="
     costs=st.sampled_from((MODEL, HYBRID)),
 )
 def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumulation, speeds, epoch, costs):
-    documents = scheduled_documents(rows_of(num, seed), kind)
+    documents = documents_of(rows_of(num, seed), kind)
     costs = replace(costs, tower=TowerCosts(1e10, 1e7))
     share_prefixes = "family" if kind == "families" else "off"
     how = {"accumulation": accumulation, "speeds": speeds, "cost_model": costs, "share_prefixes": share_prefixes}
@@ -208,7 +202,7 @@ def test_slow_links_get_smaller_degrees(tmp_path):
     for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
         args = config(tmp_path, **settings, exchange_speeds=speeds)
         of_run = {"world_size": 8, "synchronisation": "micro", "batch_size": 1}
-        planner = make_planner(args, documents_of(lengths), LLAMA_7B, **of_run)
+        planner = make_planner(args, documents_of_lengths(lengths), LLAMA_7B, **of_run)
         used.append(planner.schedule(0).degrees.tolist())
     assert used[1] == used[2]
     assert np.mean(used[1]) < np.mean(used[0])

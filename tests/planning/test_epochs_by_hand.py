@@ -6,24 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.planners import make_epochs
+from support.planners import documents_of_lengths, make_epochs
 
 from trl_packfix.data import epochs
-from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner, ResumePoint
 from trl_packfix.planning.costs import CostModel, TowerCosts
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.packs import PackPlan, shuffle_packs
 
 
-def documents_of(lengths, **arrays):
-    lengths = np.array(lengths, dtype=np.int64)
-    return Documents(np.arange(len(lengths)), np.zeros_like(lengths), lengths, lengths - 1, Ledger(), **arrays)
-
-
 def plan_ten(**settings):
     """Return a planner of ten documents in steps of four, unless the settings say otherwise."""
-    return make_epochs(documents_of([10] * 10), "minibatch", batch_size=2, accumulation=2, **settings)
+    return make_epochs(documents_of_lengths([10] * 10), "minibatch", batch_size=2, accumulation=2, **settings)
 
 
 def steps_of(planner, epoch):
@@ -50,12 +44,12 @@ def mask_of(indices):
     ],
 )
 def test_an_epoch_has_as_many_steps_as_the_unpacked_run(strategy, num_steps, settings):
-    assert make_epochs(documents_of([8] * 10), strategy, **settings).num_steps == num_steps
+    assert make_epochs(documents_of_lengths([8] * 10), strategy, **settings).num_steps == num_steps
 
 
 @pytest.mark.parametrize("strategy, counted", [("minibatch", "3 documents"), ("stream", "2 packs")])
 def test_an_epoch_of_no_step_is_refused_unless_it_may_be_empty(strategy, counted):
-    documents = documents_of([8] * 3)
+    documents = documents_of_lengths([8] * 3)
     sizes = {"max_length": 16, "accumulation": 4, "drop_last": True}
     message = (
         f"The epoch has {counted}, and .* needs more of them .4 accumulation steps x 1.*dataloader_drop_last=False"
@@ -124,7 +118,7 @@ def test_the_rest_of_an_epoch_is_planned_as_a_table_of_its_own():
 
 
 def test_the_rest_of_an_epoch_on_several_ranks_has_an_empty_slot_for_each():
-    documents = documents_of([10] * 10)
+    documents = documents_of_lengths([10] * 10)
     planner = make_epochs(documents, "minibatch", accumulation=2, world_size=2)
     planner.resume_at(ResumePoint(0, 0, 1, mask_of(range(4))))
     assert [len(step) for step in steps_of(planner, 0)] == [0, 4, 2]
@@ -170,7 +164,7 @@ def test_a_plan_of_too_many_packs_is_replaced_by_the_first_in_another_order(
         return PackPlan(order, np.array(offsets), units.rows, packing.capacity)
 
     monkeypatch.setattr(Packing, "plan", plan)
-    planner = make_epochs(documents_of([4] * 8), "stream", max_length=16, seed=7, drop_last=drop_last)
+    planner = make_epochs(documents_of_lengths([4] * 8), "stream", max_length=16, seed=7, drop_last=drop_last)
     assert planner.num_steps == 2
     for epoch in (1, 2, 3):
         steps = steps_of(planner, epoch)
@@ -186,9 +180,9 @@ def test_only_the_degrees_of_the_first_epoch_stay(monkeypatch):
     used = {0: [4, 2, 4], 1: [8]}
     monkeypatch.setattr(EpochPlanner, "schedule", lambda planner, epoch: SimpleNamespace(degrees=np.array(used[epoch])))
     sizes = {"max_length": 8, "tokens_per_rank": 8, "world_size": 8}
-    assert make_epochs(documents_of([8] * 9), "stream", **sizes).packing.degrees == (1, 2, 4)
+    assert make_epochs(documents_of_lengths([8] * 9), "stream", **sizes).packing.degrees == (1, 2, 4)
     used[0] = [1, 1]
-    assert make_epochs(documents_of([8] * 9), "stream", **sizes, degrees=(1, 2)).packing.degrees == (1,)
+    assert make_epochs(documents_of_lengths([8] * 9), "stream", **sizes, degrees=(1, 2)).packing.degrees == (1,)
 
 
 # Caches
@@ -207,7 +201,7 @@ def test_plans_are_cached_for_many_documents_in_a_file(monkeypatch):
     planner.packing = replace(planner.packing, accumulation=4)
     assert planner.cache_file("schedule", 0) == first
     assert planner.cache_file("schedule", 1) != second
-    planner.documents = documents_of([10] * 9, file=Path("folder/documents.x"))
+    planner.documents = documents_of_lengths([10] * 9, file=Path("folder/documents.x"))
     assert planner.cache_file("schedule", 0) is None
 
 
@@ -218,7 +212,7 @@ def test_images_cost_what_the_tower_computes():
     model = CostModel(1.0, 0.0, tower=TowerCosts(2.0, 3.0))
     arrays = {"image_values": np.array([1, 2, 0]), "image_squares": np.array([4, 5, 0])}
     places = {"image_start": np.array([2, 0, 0]), "image_stop": np.array([6, 1, 0])}
-    planner = make_epochs(documents_of([8] * 3, **arrays, **places), "stream", cost_model=model)
+    planner = make_epochs(documents_of_lengths([8] * 3, **arrays, **places), "stream", cost_model=model)
     assert planner.image_costs.tolist() == [14, 19, 0]
     indices = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2])
     shared = np.array([0, 2, 3, 5, 8, 0, 1, 0, 5])
@@ -229,7 +223,7 @@ def test_images_cost_what_the_tower_computes():
 @pytest.mark.parametrize("missing", ["image_values", "image_squares", "image_start", "image_stop"])
 def test_images_that_cannot_be_counted_cost_nothing(missing):
     names = {"image_values", "image_squares", "image_start", "image_stop"} - {missing}
-    documents = documents_of([8] * 3, **{name: np.array([1, 2, 3]) for name in names})
+    documents = documents_of_lengths([8] * 3, **{name: np.array([1, 2, 3]) for name in names})
     planner = make_epochs(documents, "stream", cost_model=CostModel(1.0, 0.0, tower=TowerCosts(2.0, 3.0)))
     if missing in ("image_values", "image_squares"):
         assert planner.image_costs.tolist() == [0, 0, 0]

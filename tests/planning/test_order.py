@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from support.features import PRESENT
-from support.planners import make_epochs
+from support.planners import documents_of_lengths, make_epochs
 
-from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import ResumePoint
 from trl_packfix.planning.packs import PackPlan, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
@@ -72,13 +72,12 @@ def means_of_steps(plan, epoch: int, first: int = 0) -> np.ndarray:
 def documents_of(lengths: np.ndarray, strategy: str = "stream", shares: bool = False) -> Documents:
     """Return documents of a table; with `shares`, neighbours in it of about the same length begin alike."""
     num = len(lengths)
-    zero = np.zeros(len(lengths), np.int64)
     block = (np.cumsum(lengths) - 1) // LONGEST if STRATEGIES[strategy].cuts_blocks else None
     tokens = None
     if shares:
         common = np.where(np.arange(num) % 3, np.minimum(lengths, np.roll(lengths, 1)) - 1, 0)
         tokens = TokenOrder(np.arange(num), common)
-    return Documents(np.arange(num), zero, lengths, lengths - 1, Ledger(), block, token_order=tokens)
+    return documents_of_lengths(lengths, block=block, token_order=tokens)
 
 
 @pytest.mark.parametrize("num", [300, 1000, 4000, 40_000])

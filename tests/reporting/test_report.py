@@ -211,8 +211,7 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
 def test_padding_is_that_of_batches_in_random_order(order):
     """Half the documents have 10 tokens and half 30: of pairs three quarters have a long one, which is 20 / 25."""
     lengths = [10, 30] * 500 if order == "alternating" else [10] * 500 + [30] * 500
-    reader = TokenReader(table(lengths))
-    report_made = make_report(make_epochs(make_documents(reader, 32), "stream", batch_size=2, max_length=32), reader)
+    report_made = counted(lengths, batch_size=2, max_length=32)[1]
     assert report_made.padding_efficiency == pytest.approx(20 / 25, rel=0.05)
 
 

@@ -410,10 +410,16 @@ def tokenizer_of(name):
 NEEDS_RELEASE = {"llama3_2": "5.20", "deepseek_r1_distill": "5.20"}
 
 
+def prove(rows, tokenizer, **settings):
+    """Return the report of a dataset, or of a list of rows as a table."""
+    data = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return prove_data(data, "train", Rendering(tokenizer, **settings))
+
+
 def report_of(case):
     """Return the report of ten rows of a case, and two of the row that it names beside it."""
     rows = [case.row] * 10 + [case.neighbour or case.row] * 2
-    return prove_data(Dataset.from_list(rows), "train", Rendering(tokenizer_of(case.template), **case.settings))
+    return prove(rows, tokenizer_of(case.template), **case.settings)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -476,7 +482,7 @@ def test_rows_that_ask_to_sanitise_are_safe_only_where_transformers_can(can_sani
     monkeypatch.setattr(text_kinds, "sanitises_control_tokens", lambda: can_sanitise)
     case = CASES["control token"]
     row = case.row | {"chat_template_kwargs": {"sanitize_control_tokens": True}}
-    report = prove_data(Dataset.from_list([row] * 3), "train", Rendering(tokenizer_of(case.template)))
+    report = prove([row] * 3, tokenizer_of(case.template))
     assert ("control tokens" in str(report)) is not can_sanitise
 
 
@@ -502,12 +508,11 @@ def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, t
         counted(sanitised, assistant_only_loss=True)
 
 
-@pytest.mark.parametrize("key", ["loss", "trainable", "loss_mask", "mask", "keep_this"])
+@pytest.mark.parametrize("key", ["loss", "mask", "keep_this"])
 @pytest.mark.parametrize("off, on", [(False, True), (0, 1), (0.0, 1.0)])
 def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, off, on):
     rows = [messages(ASK, OK | {key: off}, ASK, answer("Yes") | {key: on})] * 3
-    rule = Rendering(build_tokenizer(), train_key=key, trains_assistant=True)
-    assert prove_data(Dataset.from_list(rows), "train", rule).complete
+    assert prove(rows, build_tokenizer(), train_key=key, trains_assistant=True).complete
     assert TurnRule(key).select_turn(Conversation.from_row(rows[0])).trained == [3]
 
 
@@ -517,7 +522,7 @@ def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
     render = Conversation.text
     monkeypatch.setattr(Conversation, "text", lambda *args: rendered.append(len(args[1])) or render(*args))
     turns = [user("a b"), answer("c d", reasoning_content="I think")] * 500
-    report = prove_data(Dataset.from_list([{"messages": turns}]), "train", Rendering(tokenizer_with("qwen3")))
+    report = prove([{"messages": turns}], tokenizer_with("qwen3"))
     assert [finding.what.split("`")[1] for finding in report.findings] == ["reasoning_content"]
     assert "Set `per_turn=True`" in report.findings[0].remedy
     assert 10 > rendered.count(1000) > 1
@@ -598,7 +603,7 @@ def test_no_row_ends_the_proof(name, per_turn):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
     for data in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
-        report = prove_data(data, "train", Rendering(tokenizer, per_turn=per_turn))
+        report = prove(data, tokenizer, per_turn=per_turn)
         report.raise_if_lost()
         assert report.complete
         assert bool(report.num_rendered) == is_rendered
@@ -609,8 +614,8 @@ def test_a_function_of_the_user_that_raises_does_not_end_the_proof():
     def formatted(row):  # it looks at a text, so that this text cannot be marked
         return row["instruction"] + {"3": "three"}[row["output"]]
 
-    rows = Dataset.from_list([ALPACA | {"output": "3"}, ALPACA | {"output": "4"}])
-    report = prove_data(rows, "train", Rendering(build_tokenizer(), formatting_func=formatted))
+    rows = [ALPACA | {"output": "3"}, ALPACA | {"output": "4"}]
+    report = prove(rows, build_tokenizer(), formatting_func=formatted)
     assert (report.num_rendered, report.num_untried) == (1, 1)
     assert report.complete
 
@@ -623,14 +628,14 @@ def test_a_function_of_the_user_gets_a_copy_of_each_row():
         return " ".join(message.pop("content") for message in row["messages"])
 
     stream = IterableDataset.from_generator(lambda: iter(rows))
-    assert prove_data(stream, "train", Rendering(build_tokenizer(), formatting_func=formatted)).complete
+    assert prove(stream, build_tokenizer(), formatting_func=formatted).complete
     assert json.dumps(rows) == before
 
 
 @pytest.mark.parametrize("num_rows, is_seen", [(100, True), (101, False)])
 def test_the_first_rows_of_a_stream_are_read(num_rows, is_seen):
     rows = [messages(ASK, OK)] * (num_rows - 1) + [CASES["developer"].row]
-    report = prove_data(Dataset.from_list(rows).to_iterable_dataset(), "train", Rendering(tokenizer_with("qwen3")))
+    report = prove(Dataset.from_list(rows).to_iterable_dataset(), tokenizer_with("qwen3"))
     assert report.num_rows == 100
     assert "the first 100 rows" in report.line()
     assert report.complete is not is_seen
@@ -671,7 +676,7 @@ def lost(template):
     """Return path and role of the texts that are left out or repeated."""
     tokenizer = tokenizer_of(None)
     tokenizer.chat_template = template
-    report = prove_data(Dataset.from_list([TRACE], features=JSON), "train", Rendering(tokenizer))
+    report = prove(Dataset.from_list([TRACE], features=JSON), tokenizer)
     assert report.num_rendered == 1
     quoted = [finding.what.split("`") for finding in report.findings if "chat template" in finding.what]
     return {(path.partition("[")[0], rest[1] if "role" in rest[0] else "") for _, path, *rest in quoted}
@@ -719,7 +724,7 @@ def test_of_any_conversation_exactly_what_the_template_drops_is_found(conversati
     tokenizer = build_tokenizer()
     tokenizer.chat_template = DROPS
     rows = Dataset.from_list([{"messages": conversation}], features=Features({"messages": List(Json())}))
-    report = prove_data(rows, "train", Rendering(tokenizer))
+    report = prove(rows, tokenizer)
     left_out = {tuple(finding.what.split("`")[1:4:2]) for finding in report.findings if "leaves out" in finding.what}
     same = {m["thinking"] for m in conversation if "thinking" in m} & {m["content"] for m in conversation}
     assume(not same)  # a thought that its message says, too, is a copy

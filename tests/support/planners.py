@@ -1,21 +1,28 @@
 """The planner of the epochs of a run, and a stream of packs, from the settings that a test changes."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import IterableDataset
 
 from trl_packfix.data.cache import Arrays, write_arrays
-from trl_packfix.data.documents import Documents
+from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.schedule import Schedule
 from trl_packfix.planning.units import Units
+
+
+def documents_of_lengths(lengths: Sequence[int] | np.ndarray, **arrays: Any) -> Documents:
+    """Return a document of each length, in a row of its own, of which all tokens but the first are trained."""
+    lengths = np.array(lengths, dtype=np.int64)
+    return Documents(np.arange(len(lengths)), np.zeros_like(lengths), lengths, lengths - 1, Ledger(), **arrays)
 
 
 def make_epochs(
