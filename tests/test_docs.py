@@ -51,22 +51,18 @@ def test_every_message_is_in_the_table_of_the_page():
 # Snippets
 
 SNIPPETS = [
-    (page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    pytest.param(
+        page.name,
+        code,
+        id=f"{page.name}-{code.split()[1]}",
+        marks=needs("pack_forward") if "pack_forward" in code else (),
+    )
+    for page in PAGES
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 ]
 
 
-@pytest.mark.parametrize(
-    "page, code",
-    [
-        pytest.param(
-            page,
-            code,
-            id=f"{page}-{code.split()[1]}",
-            marks=needs("pack_forward") if "pack_forward" in code else (),
-        )
-        for page, code in SNIPPETS
-    ],
-)
+@pytest.mark.parametrize("page, code", SNIPPETS)
 def test_snippets_run(page, code, capsys):
     exec(compile(code, page, "exec"), {})
     printed = capsys.readouterr().out
@@ -185,18 +181,15 @@ def test_the_api_page_has_every_public_name():
     assert sorted(listed) == sorted(f"{value.__module__}.{name}" for name, value in PUBLIC.items())
 
 
-EXAMPLES = [file for file in sorted((ROOT / "trl_packfix").rglob("*.py")) if ">>> " in file.read_text()]
+MARKS = {"pack_forward": needs("prefixes")}  # its example shares beginnings
+EXAMPLES = [
+    pytest.param(file, id=f"{file.parent.name}.{file.stem}", marks=MARKS.get(file.parent.name, ()))
+    for file in sorted((ROOT / "trl_packfix").rglob("*.py"))
+    if ">>> " in file.read_text()
+]
 
 
-def marks_of(file: Path) -> list[pytest.MarkDecorator]:
-    return [needs("prefixes")] if file.parent.name == "pack_forward" else []  # its example shares beginnings
-
-
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, marks=marks_of(file)) for file in EXAMPLES],
-    ids=lambda file: f"{file.parent.name}.{file.stem}",
-)
+@pytest.mark.parametrize("file", EXAMPLES)
 def test_docstring_examples(file, workplace, monkeypatch):
     module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     monkeypatch.chdir(workplace)

@@ -129,9 +129,10 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
     layouts = [rank_batch[LAYOUT_KEY] for rank_batch in rank_batches]
     counts = torch.cat([layout.row_counts(expected.trained) for layout in layouts], dim=1)
     assert torch.equal(counts, whole_layout.row_counts(expected.trained))
-    whole, *of_parts = (layout.sizes(expected.trained) for layout in (whole_layout, *layouts))
-    assert sum(sizes.computed_rows for sizes in of_parts) == whole.computed_rows
-    assert all(sizes.tokens == whole.tokens and torch.equal(sizes.lengths, whole.lengths) for sizes in of_parts)
+    whole_sizes, *part_sizes = (layout.sizes(expected.trained) for layout in (whole_layout, *layouts))
+    assert sum(sizes.computed_rows for sizes in part_sizes) == whole_sizes.computed_rows
+    assert {sizes.tokens for sizes in part_sizes} == {whole_sizes.tokens}
+    assert all(torch.equal(sizes.lengths, whole_sizes.lengths) for sizes in part_sizes)
     assert [layout.group.is_leader for layout in layouts] == [True] + [False] * (degree - 1)
     assert {layout.shares_rows for layout in layouts} == {whole_layout.shares_rows}
     assert len({layout.checksum for layout in layouts}) == 1

@@ -60,7 +60,7 @@ def test_a_step_of_fewer_than_four_units_per_slot_is_not_dealt_anew(monkeypatch,
     ids=["no better than before", "slots without a unit"],
 )
 def test_a_step_stays_as_it_is_where_dealing_does_not_help(monkeypatch, rows, sizes, dealt_sizes):
-    packs, dealt = (np.split(np.arange(len(rows)), np.cumsum(parts)[:-1]) for parts in (sizes, dealt_sizes))
+    packs, dealt = (np.split(np.arange(len(rows)), np.cumsum(numbers)[:-1]) for numbers in (sizes, dealt_sizes))
     balanced = balance_step(monkeypatch, rows, as_lists(packs), dealt, accumulation=len(sizes) // 2)
     assert balanced == (as_lists(packs), 1)
 

@@ -678,8 +678,8 @@ def lost(template):
     tokenizer.chat_template = template
     report = prove(Dataset.from_list([TRACE], features=JSON), tokenizer)
     assert report.num_rendered == 1
-    quoted = [finding.what.split("`") for finding in report.findings if "chat template" in finding.what]
-    return {(path.partition("[")[0], rest[1] if "role" in rest[0] else "") for _, path, *rest in quoted}
+    losses = [finding.what for finding in report.findings if "chat template" in finding.what]
+    return {(what.split("`")[1].partition("[")[0], what.split("`")[3] if "role" in what else "") for what in losses}
 
 
 JSON = Features({"messages": List(Json()), "tools": Value("string")})
