@@ -56,7 +56,8 @@ class RunSettings:
     @property
     def packs(self) -> bool:
         """Whether training is packed."""
-        return self.args.packing or self.args.padding_free
+        # The configs of other trainers, to which `pack_forward` is applied, have no such fields
+        return getattr(self.args, "packing", False) or getattr(self.args, "padding_free", False)
 
 
 @dataclass(frozen=True)
