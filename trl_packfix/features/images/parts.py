@@ -108,16 +108,14 @@ def divide_tower_inputs(
         The arguments for the images of the rank, and the division. The division is None if this rank is
         alone, or the inputs cannot be divided. Then the arguments are unchanged, and the rank computes all images.
     """
-    if group.is_alone:
-        return args, kwargs, None
     arguments = dict(enumerate(args)) | kwargs
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    pixels = next(iter(tensors.values()), None)
-    grid = tensors.get("grid_thw")
-    if pixels is None:
+    if group.is_alone or not tensors:
         return args, kwargs, None
 
-    # Find out how many input rows each image has. The pixels may be the first argument, whose name here is 0
+    # Find out how many input rows each image has. Towers take the pixels first, also by position: then the name is 0
+    pixels = next(iter(tensors.values()))
+    grid = tensors.get("grid_thw")
     has_tiles = pixels.dim() == 4 and all(
         (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
     )

@@ -101,18 +101,15 @@ class PrefixSavings:
             return text
         # No families are packed: name the settings that would compute less.
         better_settings = []
+        if self.setting == "off" and self.in_packs is not None and self.in_packs < WORTH_SHARING:
+            better_settings.append(f'"pack" {self.in_packs:.2f} of the tokens{sample_note}')
         if self.in_families is not None and self.in_families < WORTH_SHARING:
             neighbours = "" if self.num_documents is None else ", neighbours in the table, as an estimate"
-            better_settings = [f'"family" {self.in_families:.2f} ({families}{neighbours})']
+            better_settings.append(f'"family" {self.in_families:.2f} ({families}{neighbours})')
         if self.setting == "pack":
             text = f"{computed}{sample_note}"
             return f"{text}; with share_prefixes={better_settings[0]}" if better_settings else text
-        assert self.in_packs is not None, "the share in packs is not known"
-        if self.in_packs < WORTH_SHARING:
-            better_settings.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample_note}')
-        if not better_settings:
-            return None
-        return f"not shared; share_prefixes would compute: {', '.join(better_settings)}"
+        return f"not shared; share_prefixes would compute: {', '.join(better_settings)}" if better_settings else None
 
 
 def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
