@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from trl_packfix.data import documents as module
 from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, drop_untrained, make_documents
+from trl_packfix.planning.token_order import TokenOrder
 
 
 class Reader:
@@ -224,3 +225,11 @@ def test_all_arrays_that_documents_have_are_saved():
     again = Documents.from_arrays(documents.to_arrays())
     assert again.token_order is None
     assert again.image_start is None
+
+
+def test_a_selection_is_saved_with_the_order_of_its_documents():
+    tokens = TokenOrder(np.array([3, 0, 2, 1]), np.array([0, 5, 3, 4]))
+    documents = Documents(*(np.arange(4),) * 4, Ledger(), token_order=tokens)
+    selection = documents.select(np.array([False, True, True, True]))
+    saved_order = Documents.from_arrays(selection.to_arrays()).token_order
+    assert (saved_order.order.tolist(), saved_order.common.tolist()) == ([2, 1, 0], [0, 3, 4])

@@ -294,7 +294,8 @@ def step_with(path, value):
     ],
 )
 def test_why_a_loss_is_not_compared(path, value, reason):
-    assert step_with(path, value)._reason_not_to_compare().startswith(reason)
+    text = step_with(path, value).compare().text
+    assert text.startswith(f"not compared with unpacked training: {reason}")
 
 
 @pytest.mark.parametrize(
