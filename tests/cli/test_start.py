@@ -128,6 +128,7 @@ def test_other_runs_are_read_with_the_config_of_training(words, lengths):
 
 def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, output_of, printed):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TORCH_API_KEY", "secret_too")
     monkeypatch.setenv("HF_DATASETS_CACHE", "/home/secret_name/cache")
@@ -136,6 +137,7 @@ def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, 
     assert lines[0] == lines[-1] == "```"
     assert "secret" not in block
     assert "ACCELERATE_MIXED_PRECISION=bf16" in block
+    assert "TOKENIZERS_PARALLELISM=false" in block
     assert "HF_DATASETS_CACHE=(a path)" in block
     values = printed("env")
     assert values["trl_packfix"] == trl_packfix.__version__

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from ..version import TESTED_VERSIONS, __version__
 from .flags import HelpFormatter, Subparsers
+from .torch_environment import cpu_computes_bf16
 
 # Libraries that decide how a run packs and trains; the versions of those in `TESTED_VERSIONS` are compared with it
 LIBRARIES = (*TESTED_VERSIONS, "tokenizers", "numpy", "pyarrow", "bitsandbytes", "unsloth", "axolotl")
@@ -25,11 +26,12 @@ KERNELS = {
     "triton": "triton",
     "xformers": "xformers",
 }
-# Beginnings of names of variables that change how a run works. A token or a password is in none of them
+# Beginnings of names of variables that change how a run works
 VARIABLES = tuple(
     "ACCELERATE_ CUDA_ DS_ FSDP_ HF_DATASETS_ HF_HUB_OFFLINE NCCL_ OMP_ PYTORCH_ TOKENIZERS_ TORCH_ TRANSFORMERS_ "
     "LOCAL_RANK RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()
 )
+# A variable whose name has such a word is not printed: the user's own variable may begin in the same way
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
@@ -87,11 +89,13 @@ def _version(name: str) -> str:
 
 
 def _is_shown(name: str) -> bool:
-    return name.startswith(VARIABLES) and not any(word in name for word in SECRET_WORDS)
+    # The settings of tokenizers are no secret, although their names have the word TOKEN
+    name_without_library = name.removeprefix("TOKENIZERS_")
+    return name.startswith(VARIABLES) and not any(word in name_without_library for word in SECRET_WORDS)
 
 
 def _describe_devices() -> Iterator[tuple[str, str]]:
-    """Yield the lines on GPUs and the CPU. This imports torch, unless torch is broken, which is then what is said."""
+    """Yield the lines on GPUs and the CPU, by torch. If torch cannot be imported, yield one line that says so."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
@@ -106,14 +110,5 @@ def _describe_devices() -> Iterator[tuple[str, str]]:
             yield f"GPU {index}", f"{properties.name}, {memory}, {capability}"
     else:
         yield "GPU", "none that torch can use"
-    yield "CPU", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()}, bf16: {_has_bf16()}"
-
-
-def _has_bf16() -> str:
-    """Return whether the CPU computes bf16 itself; older versions of torch do not say."""
-    import torch
-
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    if not capabilities:
-        return "not known"
-    return "yes" if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16")) else "emulated"
+    bf16 = {True: "yes", False: "emulated", None: "not known"}[cpu_computes_bf16()]
+    yield "CPU", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()}, bf16: {bf16}"

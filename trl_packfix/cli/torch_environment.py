@@ -1,4 +1,4 @@
-"""Set variables of the environment that torch reads when it is imported, for a process that trains."""
+"""Prepare the environment of torch for a process that trains, and ask torch what this machine's CPU can do."""
 
 import os
 
@@ -21,3 +21,14 @@ def set_torch_environment() -> None:
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def cpu_computes_bf16() -> bool | None:
+    """Return whether the CPU computes bf16 and does not emulate it; None if this version of torch cannot tell."""
+    import torch
+
+    # Older versions of torch lack this function
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    if not capabilities:
+        return None
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
