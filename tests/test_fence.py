@@ -87,7 +87,7 @@ REVIEWED = {
         training/routers.py config.output_router_logits
     """,
     "of the command line: its environment, its parser and what it has parsed": """
-        cli/__init__.py args.more_flags
+        cli/__init__.py args.unparsed_words
         cli/configs.py os.environ['ACCELERATE_DEEPSPEED_CONFIG_FILE']
         cli/configs.py os.environ['ACCELERATE_USE_DEEPSPEED']
         cli/configs.py configs.mixture.datasets

@@ -121,9 +121,9 @@ WITH_CONFIG = [
 def test_other_runs_are_read_with_the_config_of_training(words, lengths):
     """It has the messages for values that cannot be used, and knows all flags and data."""
     arguments = {"config": [], "tokenizer": None}
-    assert READ(Namespace(more_flags=["lengths.txt", "--seed", "1"], **arguments)) is not None
-    assert READ(Namespace(more_flags=["lengths.txt", *words.split()], **arguments)) is None
-    assert READ(Namespace(more_flags=["lengths.txt"], **arguments | {"config": ["run.yaml"]})) is None
+    assert READ(Namespace(unparsed_words=["lengths.txt", "--seed", "1"], **arguments)) is not None
+    assert READ(Namespace(unparsed_words=["lengths.txt", *words.split()], **arguments)) is None
+    assert READ(Namespace(unparsed_words=["lengths.txt"], **arguments | {"config": ["run.yaml"]})) is None
 
 
 def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, output_of, printed):

@@ -17,6 +17,7 @@ from .flags import CommandParser, HelpFormatter, did_you_mean
 from .torch_environment import set_torch_environment
 
 COMMANDS = ("plan", "show", "prepare", "check", "train", "report", "recipes", "env")
+WITHOUT_A_RUN = ("report", "recipes", "env")  # commands that read no config of a run, and so take only their own flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         import_module(f".{name}", __package__).add_parser(subparsers)
-    args, more_flags = parser.parse_known_args(argv)
-    # The flags of a run are parsed later: their names are known only when the config classes are imported.
-    args.more_flags = more_flags
-    if more_flags and args.command in ("report", "recipes", "env"):
-        names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
+    args, unparsed_words = parser.parse_known_args(argv)
+    # DATA and the flags of a run are parsed later: their names are known only when the config classes are imported.
+    args.unparsed_words = unparsed_words
+    if unparsed_words and args.command in WITHOUT_A_RUN:
+        names = [word.partition("=")[0] for word in unparsed_words if word.startswith("-")]
         command = subparsers.choices[args.command]
         known = [name for action in command._actions for name in action.option_strings]
-        command.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
+        command.error(f"unrecognized arguments: {' '.join(unparsed_words)}{did_you_mean(names, known)}")
     if args.command == "train":
         set_torch_environment()
     try:
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:  # transformers raises OSError if there is no such model
         # A check of packages raises an ImportError without a name. With a name, an import has failed.
         has_failed_import = isinstance(error, ImportError) and error.name is not None
+        # `run_train` sets `shows_traceback` when all input is read.
         if has_failed_import or hasattr(args, "shows_traceback"):
             raise
         lines = [f"trl-packfix {args.command}: {_message(error)}", *getattr(error, "__notes__", ())]

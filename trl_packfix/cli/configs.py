@@ -1,8 +1,8 @@
 """Read the configs of a run from flags and a YAML file, as `trl sft` does.
 
 `parse_configs` does it for `train`, with defaults for this machine (`machine_settings`). `read_run` does it for the
-commands that only plan, measure or check: they take every flag of `train` beside their own, and DATA as words without a
-flag. Both return `RunConfigs`.
+commands that only plan, measure or check: they take every flag of `train` beside their own, and DATA as positional
+arguments. Both return `RunConfigs`.
 """
 
 import argparse
@@ -27,9 +27,10 @@ from ..training.config import SFTConfig, lacks_devices, with_settings
 from ..training.foreign_keys import describe_foreign_keys, other_defaults
 from .flags import SHORT_FLAGS, HelpFormatter, did_you_mean, setting_named
 from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
+from .torch_environment import cpu_computes_bf16
 
 # By field, the smallest and the largest value with which training can compute. Fields without an entry take any number.
-# "Not a number" is refused for all fields.
+# NaN is refused for all fields.
 RANGES = {
     "learning_rate": (0, sys.float_info.max),
     "dataloader_num_workers": (0, inf),
@@ -109,19 +110,18 @@ def machine_settings() -> dict[str, Any]:
     defaults for the CPU, because `check_devices` refuses them.
     """
     has_gpu = torch.cuda.is_available()
-    is_on_cpu = not has_gpu and not lacks_devices()
+    is_on_cpu = not has_gpu and not lacks_devices()  # `lacks_devices`: there are several processes and no GPU
     settings: dict[str, Any] = {}
     if "CROSS_SIZE" not in os.environ:  # only the launcher of DeepSpeed sets this variable
         if not has_gpu:
-            # bf16 is twice as fast as fp32 where the CPU does not emulate it. Older versions of torch do not say.
-            cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-            settings["bf16"] = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))
+            # bf16 is twice as fast as fp32 where the CPU does not emulate it
+            settings["bf16"] = bool(cpu_computes_bf16())
         if is_on_cpu:
             settings["use_cpu"] = True
         return settings
     # `accelerate launch --use_deepspeed` sets these two variables too. A default for `--deepspeed` would not be enough:
-    # on machines without a GPU, where transformers passes no backend, it does not set the number of ranks. An explicit
-    # `--deepspeed` overrides the variables.
+    # without a GPU transformers passes no backend to accelerate, which then does not learn the number of ranks. An
+    # explicit `--deepspeed` overrides the variables.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
     if not has_gpu:
@@ -171,7 +171,8 @@ def parse_configs(
 ) -> RunConfigs:
     """Read the configs of a run from flags and from the YAML file of `--config`.
 
-    Packing is on, unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding.
+    Packing is on, unless `packing` is set to false, or `padding_free` is set: TRL's mode that keeps the steps of
+    unpacked training and only joins the rows of each batch to one row.
 
     Args:
         flags: the words of the command line; None: the command line of this process.
@@ -184,7 +185,8 @@ def parse_configs(
     Raises:
         ValueError: a setting is unknown, or has a value that cannot be used.
     """
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
+    # Do not show the user this warning of transformers: peft causes it, and only peft can avoid it
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     config_classes: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
     usage = f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]"
     parser = TrlParser(
@@ -200,12 +202,12 @@ def parse_configs(
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     known = [action.dest for action in parser._actions]
-    suggested = known
+    suggestions = known  # names that the message about an unknown name may suggest
     if command_args is not None:
-        suggested = [*known, *vars(command_args), *(flag.removeprefix("--") for flag in SHORT_FLAGS)]
+        suggestions = [*known, *vars(command_args), *(flag.removeprefix("--") for flag in SHORT_FLAGS)]
         words = _complete_flags(words, parser)
         parser.add_argument("positionals", nargs="*")
-    _refuse_unknown([name for name in settings if name not in known], suggested, settings.keys())
+    _refuse_unknown([name for name in settings if name not in known], suggestions, settings.keys())
     check_types(settings, config_classes, "in the config file", texts=True)
 
     # 2. Set the defaults. Whether packing is on by default depends on `padding_free`.
@@ -215,6 +217,7 @@ def parse_configs(
         defaults = {"per_device_train_batch_size": 1} | defaults  # `tokens_per_rank` is the size of micro-batches
     packing_defaults = {"packing": True, "padding_free": settings.get("padding_free", False)}
     parser.set_defaults(**machine_settings() | packing_defaults | defaults)
+    # The flags are parsed once only to read `padding_free`, and again in step 3 with the default that follows from it
     is_packed_by_default = "packing" not in names_set and not parser.parse_known_args(words)[0].padding_free
     parser.set_defaults(packing=is_packed_by_default)
 
@@ -228,7 +231,7 @@ def parse_configs(
             error.add_note(PACKING_NOTE)
         raise
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse_unknown(names or unknown, suggested, names_set)
+    _refuse_unknown(names or unknown, suggestions, names_set)  # `train` also refuses words that are no flag
     if names:
         # These are flags of TRL's launcher. This command has been launched already.
         PartialState().print(
@@ -239,6 +242,7 @@ def parse_configs(
         PartialState().print(PACKING_NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
+    # The parser returns arguments that are no field of a config, here `positionals`, behind the configs
     positionals = [] if command_args is None else configs[4].positionals
     return RunConfigs(script_args, training_args, model_args, mixture, names_set, positionals)
 
@@ -247,18 +251,20 @@ def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
     """Read the run of a command that does not train: its settings are those for a CPU, and packing is on in any case.
 
     Args:
-        args: the parsed flags of the command. Its `more_flags` are the flags of the configs.
+        args: the parsed flags of the command. Its `unparsed_words` are the flags of the configs.
         words: further flags.
     """
     on_cpu = (f"--{name}={value}" for name, value in ON_CPU.items())
-    words = (*args.more_flags, *words, *(f"--config={file}" for file in args.config), *on_cpu)
+    config_flags = (f"--config={file}" for file in args.config)
+    all_words = (*args.unparsed_words, *words, *config_flags, *on_cpu)
     with redirect_stdout(sys.stderr):  # stdout holds only the result of the command
-        configs = parse_configs(words, f"trl-packfix {args.command}", command_args=args)
+        configs = parse_configs(all_words, f"trl-packfix {args.command}", command_args=args)
     if not configs.training.packing:
         if "packing" in configs.names_set and args.command in ("plan", "show"):
             print(
                 f"`packing` is off in this run; `{args.command}` shows the packs that it would have.", file=sys.stderr
             )
+        # The strategy "minibatch" keeps the steps of unpacked training, as `padding_free` does
         strategy = {"packing_strategy": "minibatch"} if configs.training.padding_free else {}
         configs = configs._replace(
             training=with_settings(configs.training, packing=True, padding_free=False, **strategy)
@@ -297,7 +303,7 @@ def _check_values(args: SFTConfig) -> None:
         )
     for name, value in vars(args).items():
         lowest, highest = RANGES.get(name, (-inf, inf))
-        # A comparison with "not a number" is false.
+        # A comparison with NaN is false, so NaN is refused
         if isinstance(value, int | float) and not lowest <= value <= highest:
             raise ValueError(
                 f"`{name}={value}` was given. Training cannot compute with it. Set `{name}` to a finite number"
@@ -306,7 +312,7 @@ def _check_values(args: SFTConfig) -> None:
     path = args.chat_template_path
     if path is not None and not (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
         advice = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
-        with setting_named(f"chat_template_path={path}", advice):
+        with setting_named(f"chat_template_path={path}", advice):  # errors become a ValueError with this advice
             AutoTokenizer.from_pretrained(path).get_chat_template()
 
 
@@ -379,7 +385,7 @@ def _refuse_unknown(names: list[str], known: list[str], names_set: Set[str]) -> 
     if not unknown:
         return
     hints = {name: describe_foreign_keys([name]) for name in unknown}
-    defaults = other_defaults(names_set)
+    defaults = other_defaults(names_set)  # a text, if the settings are those of another trainer; else ""
     if len(unknown) == 1 and not defaults:
         name = unknown[0]
         suggestion = "" if hints[name] else did_you_mean([name], known)

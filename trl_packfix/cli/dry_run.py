@@ -1,4 +1,4 @@
-"""Read what a training run would plan its packs from, without a trainer: its settings, its documents, their costs.
+"""Read the inputs of planning without a trainer: the settings of a training run, its documents and their costs.
 
 `plan` and `show` call this module. Documents, planner and costs come from the functions that the trainer calls:
 `documents_of` and `make_planner` (`training/planner.py`), `make_cost_model` and `with_tower` (`data/model_costs.py`).
@@ -80,14 +80,16 @@ def read_dry_run(args: argparse.Namespace) -> DryRun:
 def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     """Return the run of a command; None if it has to be read with the config classes of TRL.
 
-    They read a run with a config file, a model, or other data than files of lengths or one table of tokens; a run with
-    flags that are not a number or a choice of planning; and a run with values that are refused, because they have the
-    messages.
+    These classes are needed for a config file, for a model, for other data than files of lengths or one table of
+    tokens, and for flags other than `NUMBERS` and `CHOICES`. They also read a run with values that are refused, so that
+    their messages are shown.
 
     Args:
-        args: the parsed flags of the command. Its `more_flags` are the flags of the run.
+        args: the parsed flags of the command. Its `unparsed_words` are DATA and the flags of the run.
     """
-    if args.config or args.tokenizer or getattr(args, "memory", None) is not None or getattr(args, "offload", False):
+    # Only `plan` has `--memory` and `--offload`, for which the config of a model is read
+    predicts_memory = getattr(args, "memory", None) is not None or getattr(args, "offload", False)
+    if args.config or args.tokenizer or predicts_memory:
         return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("data", nargs="*")
@@ -96,7 +98,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     for name, choices in CHOICES.items():
         parser.add_argument(*_spellings(name), dest=name, choices=choices)
     try:
-        flags, unknown = parser.parse_known_args(args.more_flags)
+        flags, unknown = parser.parse_known_args(args.unparsed_words)
     except argparse.ArgumentError:
         return None
     values = {name: value for name, value in vars(flags).items() if name != "data" and value is not None}
@@ -104,7 +106,8 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
         return None
     try:
         settings = replace(PlanningSettings(), **values)
-        # `plan` has these two flags itself. It compares several values of them, all of which have to be good.
+        # `plan` has these two flags itself, and compares several values of them, all of which have to be good. `show`
+        # has them among `unparsed_words`
         compared_lengths = getattr(args, "max_length", None) or [settings.max_length]
         compared_strategies = getattr(args, "strategy", None) or [settings.packing_strategy]
         for length, strategy in product(compared_lengths, compared_strategies):
@@ -156,7 +159,7 @@ def planner_for(
         documents: the documents of the run.
         config: the config of the run.
         world_size: the number of data-parallel ranks.
-        settings: further arguments of `make_planner`.
+        settings: further arguments of `make_planner`: the cost model, and for `plan` after what ranks wait.
 
     Raises:
         ValueError: settings contradict each other, or a step has too many micro-batches.
@@ -166,6 +169,7 @@ def planner_for(
         from ..training.conflicts import refuse_conflicts
 
         assert not isinstance(config, PlanningSettings), "lengths have no images"
+        # Settings that cannot be combined with images; the column `images` stands for any column of images
         refuse_conflicts(RunSettings(args=config, columns=("images",)))
     num_micro_batches = world_size * config.gradient_accumulation_steps
     if num_micro_batches > MAX_MICRO_BATCHES:

@@ -10,7 +10,7 @@ from textwrap import fill, wrap
 from typing import Any, TypeAlias
 
 HELP_WIDTH = 80  # characters of a line of `--help`
-# By short flag, the flag of a config field that it stands for, in commands that do not train
+# Short flag -> long flag, of the field of a config. `train` takes only the long flags, as `trl sft` does
 SHORT_FLAGS = {
     "--model": "--model_name_or_path",
     "--split": "--dataset_train_split",
@@ -66,13 +66,15 @@ class HelpFormatter(argparse.HelpFormatter):
         """Name a flag once, though it may be written with dashes and with underscores."""
         if not action.option_strings:
             return super()._format_action_invocation(action)
+        # Of two spellings the first one that the command declares is shown, and flags stay in their order
         spellings = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
         names = ", ".join(reversed(spellings.values()))
         return names if action.nargs == 0 else f"{names} {self._format_args(action, action.dest.upper())}"
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
         if action.metavar is None and action.option_strings:
-            return lambda count: ("VALUE",) * count  # a name would repeat the flag, and choices are in the help
+            # argparse would repeat the name of the flag, or list its choices, which `_expand_help` writes into the help
+            return lambda count: ("VALUE",) * count
         return super()._metavar_formatter(action, default_metavar)
 
     def _expand_help(self, action: argparse.Action) -> str:
@@ -94,10 +96,12 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, **texts: Any) -> argparse.ArgumentParser:
-    """Add a command that takes the flags of a run beside its own, and return its parser.
+    """Add a command that reads the config of a run, and return its parser.
+
+    The parser knows the flags of the command and `--config`. It leaves the flags of the run to `configs.parse_configs`.
 
     Args:
-        usage: the words and the flags of its own that it needs.
+        usage: the words and the flags of its own that the command needs, for the first line of its help.
         texts: further arguments of argparse, such as `help` and `description`.
     """
     parser = subparsers.add_parser(
@@ -118,6 +122,11 @@ def add_world_size(parser: argparse.ArgumentParser, **settings: Any) -> None:
     """Add the flag for the number of ranks; `settings` are further arguments of argparse."""
     text = "data-parallel ranks, usually GPUs (default: 1)"
     parser.add_argument("--world-size", "--gpus", type=int, metavar="RANKS", help=text, **settings)
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the tokenizer."""
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
 
 
 def did_you_mean(names: Iterable[str], known: Iterable[str], cutoff: float = 0.75) -> str:

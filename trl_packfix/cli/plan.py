@@ -27,7 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "plan",
-        "[DATA ...]",
+        usage="[DATA ...]",
         epilog=flags.DATA_HELP + EXAMPLES,
         help="before training: efficiency, steps, imbalance and cut documents, by max_length, strategy and world size",
         description="Plan the packs of a dataset without training, and recommend a max_length. Needs no GPU and no "
@@ -51,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="which documents share a pack (default: that of the config file, else stream)",
     )
     flags.add_world_size(parser, nargs="+", default=[1])
-    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
+    flags.add_tokenizer(parser)
     parser.add_argument(
         "--synchronisation",
         choices=("micro", "step"),
@@ -83,7 +83,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Check the flags, and run `forecast.show_plan`. Return the exit code."""
+    """Refuse wrong numbers and missing files before heavy libraries are imported, and run `forecast.show_plan`.
+
+    Return the exit code.
+    """
     tflops = [] if args.tflops is None else [args.tflops]
     for name, values in (("world-size", args.world_size), ("tflops", tflops)):
         if not all(0 < value < inf for value in values):
@@ -92,7 +95,7 @@ def run_plan(args: argparse.Namespace) -> int:
             )
     from .sources import check_paths
 
-    check_paths(args.more_flags)
+    check_paths(args.unparsed_words)  # DATA, and the flags of the run
     from .forecast import show_plan
 
     return show_plan(args)

@@ -36,13 +36,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "prepare",
-        "DATA ... --output DIR",
+        usage="DATA ... --output DIR",
         epilog=flags.DATA_HELP + EXAMPLES,
         help="tokenise once on a CPU node, so that no rank of a training run waits for it",
         description="Write a dataset tokenised as by TRL, and a manifest (prepared.json) with data, tokenizer, "
         "settings and versions.",
     )
-    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
+    flags.add_tokenizer(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--json", action="store_true", help="print the manifest")
     parser.set_defaults(run_command=run_prepare)
@@ -58,12 +58,13 @@ def run_prepare(args: argparse.Namespace) -> int:
         )
     from .sources import check_paths
 
-    check_paths(args.more_flags)
+    check_paths(args.unparsed_words)  # DATA, and the flags of the run
+    # Imported only after these checks, because the modules import libraries that take seconds
     from ..samples.turns import TurnSettings
     from .configs import read_run
     from .tokens import load_tokenizer, read_tables, save_measured, save_tokens
 
-    configs = read_run(args)
+    configs = read_run(args)  # of the datasets, the training and the model
     config = configs.training
     tokenizer_name = args.tokenizer or configs.model.model_name_or_path
     if tokenizer_name is None:
@@ -74,7 +75,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
     tables, with_images = read_tables(configs)
     with _written_whole_or_not(output) as folder:
-        # `ledger` counts documents and tokens: `given` are all of them, and `dropped` those without a trained token
+        # `ledger` counts documents and tokens: `given` are all of them, `dropped` those without a trained token, and
+        # `kept` the others
         if with_images:
             num_written, num_read, ledger = save_measured(tables, tokenizer_name, config, output=folder)
         else:
@@ -102,7 +104,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     if num_read > num_written:
         print(f"{num_read - num_written:,} of {num_read:,} rows cannot be tokenised and are dropped")
     if config.per_turn:
-        unit = "document" if with_images else "row"
+        unit = "document" if with_images else "row"  # a row with images stays whole, and its turns become documents
         num_untrained = manifest["documents_without_a_trained_token"]
         turns = f"one {unit} for each of their {ledger.kept.documents:,} assistant turns"
         untrained = f"{num_untrained:,} without an assistant turn are not trained"
@@ -132,7 +134,9 @@ def _written_whole_or_not(output: Path) -> Iterator[Path]:
             folder = Path(name, output.name)
             folder.mkdir()
             yield folder
-            folder.rename(output)  # the system refuses this if `output` is a folder with files
+            # The folder moves out of `temporary`, which is then removed. The system refuses to move it if `output` is a
+            # folder with files
+            folder.rename(output)
     except OSError as error:
         raise ValueError(
             f"`--output {output}` was given, and writing failed: {error}. What was written is removed. Free space on "

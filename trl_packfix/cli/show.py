@@ -30,12 +30,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "show",
-        "DATA ...",
+        usage="DATA ...",
         epilog=flags.DATA_HELP + EXAMPLES,
         help="the first packs: documents, trained tokens, boundaries, position ids; --plot draws them",
         description="Show the contents of packed batches, token by token.",
     )
-    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
+    flags.add_tokenizer(parser)
     flags.add_world_size(parser, default=1)
     group = parser.add_argument_group("output")
     group.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
@@ -60,7 +60,7 @@ def run_show(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
-    draws_file = args.plot and find_spec("matplotlib") is not None
+    draws_file = bool(args.plot) and find_spec("matplotlib") is not None
     if args.plot and not draws_file:
         missing = f"`--plot {args.plot}` was given and matplotlib is not installed"
         if args.json:
@@ -71,7 +71,8 @@ def run_show(args: argparse.Namespace) -> int:
         print(f"{missing} (`pip install matplotlib`). So the plan is drawn as text.", file=sys.stderr)
     from .sources import check_paths
 
-    check_paths(args.more_flags)  # the words that this parser does not know: DATA, and the flags of the run
+    check_paths(args.unparsed_words)  # DATA, and the flags of the run
+    # Imported only after these checks, because the modules import libraries that take seconds
     from rich.console import Console
 
     from ..reporting.build import make_report
@@ -81,7 +82,7 @@ def run_show(args: argparse.Namespace) -> int:
     from .dry_run import planner_for, read_dry_run
     from .lengths import LengthRows
 
-    dry_run = read_dry_run(args)
+    dry_run = read_dry_run(args)  # settings, rows and costs, as a training run would plan its packs from them
     reader = dry_run.reader
     configs = dry_run.configs  # None if planning needs only a few settings, as for a file of lengths
     documents = documents_of(reader, dry_run.settings)
@@ -138,5 +139,5 @@ def _print_data_findings(configs: "RunConfigs", tokenizer: str) -> None:
     from .omissions import report_tables
 
     for report in report_tables(configs, tokenizer):
-        if not report.complete:
+        if not report.complete:  # a finding is a warning or an error
             print(f"Not as it was given: {report}")

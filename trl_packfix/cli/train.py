@@ -1,4 +1,7 @@
-"""`trl-packfix train`: fine-tune with the flags of `trl sft` and those of packing, under any launcher."""
+"""`trl-packfix train`: fine-tune with the flags of `trl sft` and those of packing, under any launcher.
+
+`cli/__init__.py` parses the command, and passes all further words on as `args.unparsed_words`.
+"""
 
 import argparse
 import os
@@ -24,22 +27,23 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train and save the model. Return 0."""
-    if find_spec("deepspeed"):
+    if find_spec("deepspeed"):  # other libraries would import it later, with its log on stdout
         _import_deepspeed()
     from .configs import parse_configs
     from .training import make_trainer, train_and_save
 
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    configs = parse_configs([*rank, *args.more_flags])
+    configs = parse_configs([*rank, *args.unparsed_words])
     trainer: Any = make_trainer(configs)
+    # Errors become a ValueError that names the setting and gives the advice
     with setting_named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
         # Check that the optimizer is installed before training tests the model, which takes long. Training looks for it
         # only afterwards
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    # All settings are read and checked. An error from here on is raised with its traceback.
+    # All settings are read and checked. `cli/__init__.py` raises an error from here on with its traceback.
     args.shows_traceback = True
-    train_and_save(trainer, configs.names)
+    train_and_save(trainer, dataset_names=configs.names)
     return 0
 
 
