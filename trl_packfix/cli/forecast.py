@@ -15,6 +15,7 @@ micro-batch, and `max_length` the most tokens of a document.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -95,10 +96,10 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
     >>> candidate_lengths(5000)
     [1024, 2048, 4096, 8192]
     """
-    lengths = [1024 if positions is None else min(1024, positions)]
-    while lengths[-1] < longest and lengths[-1] != positions:
-        longer = 2 * lengths[-1]
-        lengths.append(longer if positions is None else min(longer, positions))
+    limit = sys.maxsize if positions is None else positions
+    lengths = [min(1024, limit)]
+    while lengths[-1] < min(longest, limit):
+        lengths.append(min(2 * lengths[-1], limit))
     return lengths
 
 
@@ -125,13 +126,14 @@ def make_forecasts(
         for world_size in world_sizes:
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
             report = make_report(planner, reader, with_packs=False)
-            # A report of training has no such estimates, because they read tokens
+            # `estimate` reads all tokens, to find documents that begin alike. So `make_report` leaves it to this
+            # command
             report = replace(report, prefixes=planner.packing.feature.estimate(planner, reader))
             costs = cost_model(documents.lengths) + planner.image_costs
-            # With `share_prefixes`, common prefixes are computed once: the share of the FLOPs that remains
+            # With `share_prefixes`, common prefixes are computed once. `flops` is the share of the FLOPs that remains
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
-            assert computed_share is not None, "the estimate and tables have them"
-            assert report.imbalance is not None, "the estimate and tables have them"
+            assert computed_share is not None, "`estimate` computes the share"
+            assert report.imbalance is not None, "the imbalance of a table is known"
             # Like the imbalance, this counts only documents that the epoch reaches.
             trained_documents = planner.schedule(0).order
             flops = float(costs[trained_documents].sum()) * FORWARD_AND_BACKWARD * computed_share
@@ -140,7 +142,7 @@ def make_forecasts(
                 continue
             seconds = flops / (tflops * 1e12 * world_size)  # if no rank waited or communicated
             seconds *= report.imbalance  # modelled time over the time in which no rank waits
-            # The share of the time in which ranks that share packs exchange parts of them
+            # `rank_section`: how ranks share packs, if they do. Then they spend a share of the time on exchanging parts
             seconds /= 1 - (report.rank_section.exchange_share or 0)
             tokens = report.num_tokens - report.tokens_not_reached  # without documents that the epoch leaves out
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
@@ -201,14 +203,17 @@ def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tu
     ]
 
     # 3. Compare it with the next lengths.
-    place = by_length.index(pick)
-    for comparative, neighbours in (("shorter", by_length[:place][-1:]), ("longer", by_length[place + 1 :][:1])):
-        reasons += [
-            f"The next {comparative}, {neighbour.report.max_length:,}, loses {neighbour.lost:.2%} and computes "
-            f"{neighbour.flops / pick.flops:.2f} times as much per epoch."
-            for neighbour in neighbours
-        ]
-    reasons += [f"Common prefixes: {text}." for label, text in report.lines() if label == "common prefixes"]
+    index = by_length.index(pick)
+    for comparative, other_index in (("shorter", index - 1), ("longer", index + 1)):
+        if 0 <= other_index < len(by_length):
+            other = by_length[other_index]
+            reasons.append(
+                f"The next {comparative}, {other.report.max_length:,}, loses {other.lost:.2%} and computes "
+                f"{other.flops / pick.flops:.2f} times as much per epoch."
+            )
+    prefixes_text = dict(report.lines()).get("common prefixes")  # a report has this line only with shared prefixes
+    if prefixes_text is not None:
+        reasons.append(f"Common prefixes: {prefixes_text}.")
     return pick, reasons
 
 
@@ -236,7 +241,7 @@ def show_plan(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no width, and its lines must not be wrapped
-    dry_run = read_run_without_model(args)
+    dry_run = read_run_without_model(args)  # None if the config classes of TRL have to read the run
     if dry_run is not None:
         settings = dry_run.settings
         assert isinstance(settings, PlanningSettings)
@@ -249,7 +254,7 @@ def show_plan(args: argparse.Namespace) -> int:
     from . import memory
     from .configs import read_run
 
-    # `plan` takes several values of these two flags, and a run takes one.
+    # `plan` takes several values of these two flags, and a run takes one. So the run is read with the first of each.
     flags = {"max_length": args.max_length, "packing_strategy": args.strategy}
     configs = read_run(args, *(f"--{name}={values[0]}" for name, values in flags.items() if values))
     memory.check_memory_flags(args, configs)
@@ -259,7 +264,7 @@ def show_plan(args: argparse.Namespace) -> int:
     # Without DATA only the memory is predicted.
     for length in lengths or [configs.training.max_length]:
         num_documents = configs.training.per_device_train_batch_size
-        predicted = memory.predict_memory_of_run(args, configs, num_documents, max_length=length)
+        predicted = memory.predict_memory(args, configs, num_documents, max_length=length)
         if args.json:
             print(json.dumps({"memory": predicted.rows}, indent=2))
         else:
@@ -306,7 +311,8 @@ def _plan_run(args: argparse.Namespace, configs: "RunConfigs", lengths: list[int
     if tokens_per_rank is not None:
         # Each number of ranks must be able to train a document of `max_length`.
         for world_size in args.world_size:
-            # The degrees of this number of ranks: a document of one token fits on any of them
+            # A degree is a number of ranks that share a pack. A document of one token fits on every degree, so these
+            # are all degrees of this number of ranks, in ascending order
             degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=dry_run.cost_model.heads)
             limits.append(tokens_per_rank * degrees[-1])
     compared = settings_of_lengths(lengths or candidate_lengths(longest, min(limits, default=None)))
@@ -348,10 +354,9 @@ def _compare_forecasts(
     if args.memory is not None:
         from . import memory
 
-        assert dry_run.configs is not None, "with `--memory` they are read"
-
+        assert dry_run.configs is not None, "`plan --memory` reads all configs"
         most_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        predicted = memory.predict_memory_of_run(args, dry_run.configs, most_documents, max_length=best_length)
+        predicted = memory.predict_memory(args, dry_run.configs, most_documents, max_length=best_length)
         memory_text = predicted.verdict
 
     # 3. Print the result.

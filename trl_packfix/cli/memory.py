@@ -2,7 +2,8 @@
 
 `forecast.py` calls `predict_memory` with the config of a run. For each number of GPUs, each method of training (LoRA or
 full, under DDP, ZeRO-2 or ZeRO-3), with and without gradient checkpointing, it asks `data/model_memory.py` for the
-peak of a micro-batch. Memory is in GiB in rows and texts, and in bytes in between.
+peak of a micro-batch. Memory is in GiB in rows and texts, and in bytes in between. The *fused loss* is TRL's, which
+never has the logits of all tokens in memory.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
-from trl import ModelConfig, get_peft_config
+from trl import get_peft_config
 
 from ..data.model_memory import (
     GIB,
@@ -31,7 +32,7 @@ from ..data.model_memory import (
 )
 from ..feature import features_of
 from ..reporting.columns import Column
-from ..training.config import SFTConfig, with_settings
+from ..training.config import with_settings
 from ..wording import count_of
 from .configs import RunConfigs
 from .tokens import load_model_config
@@ -103,34 +104,23 @@ class PredictedMemory(NamedTuple):
     notes: str
 
 
-def predict_memory_of_run(
-    args: argparse.Namespace, configs: RunConfigs, num_documents: int, *, max_length: int | None
-) -> PredictedMemory:
-    """Predict the memory of a run with another `max_length`.
-
-    Args:
-        args: the flags of `plan`.
-        num_documents: the most documents of a pack.
-    """
-    config = with_settings(configs.training, max_length=max_length)
-    return predict_memory(args, config, num_documents, model=configs.model, model_config=load_model_config(configs))
-
-
 def predict_memory(
-    args: argparse.Namespace, config: SFTConfig, num_documents: int, *, model: ModelConfig, model_config: Any
+    args: argparse.Namespace, configs: RunConfigs, num_documents: int, *, max_length: int | None
 ) -> PredictedMemory:
     """Predict the memory of a run.
 
     Args:
         args: the flags of `plan`.
-        num_documents: the most documents of a pack.
-        model: the flags of the model, among them LoRA.
-        model_config: transformers' config of the model.
+        configs: the configs of the run.
+        num_documents: the most documents of a pack: FlashAttention-2 adds rows to its work space for each.
+        max_length: replaces the `max_length` of the run.
 
     Raises:
         ValueError: the model can be trained by no method.
     """
     # 1. The tokens of a micro-batch, the setting that decides them, and the largest value of it that is printed
+    config = with_settings(configs.training, max_length=max_length)
+    model_config: Any = load_model_config(configs)
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     assert model_config is not None  # `check_memory_flags` refuses memory without a model
     batch_size = config.per_device_train_batch_size
@@ -141,9 +131,10 @@ def predict_memory(
         setting = "tokens_per_rank"
         tokens = config.tokens_per_rank
         limit = MAX_TOKENS
+    # A feature of the run, such as shared prefixes, may copy keys in attention: at most `copied_bytes`, 0 for no copies
     feature = features_of(config)
     copies_text = f", with {feature.copies_text}" if feature.copied_bytes else ""
-    lora: Any = get_peft_config(model) or LORA
+    lora: Any = get_peft_config(configs.model) or LORA  # `LORA`: the settings of our example
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
     lora_text = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
@@ -152,23 +143,25 @@ def predict_memory(
     # and what a forward saves for the backward
     sizes, failures = _count_methods(model_config, lora)
     options = {"documents": num_documents, "copied_keys": float(feature.copied_bytes), "offload": args.offload}
+    # By method, the function that predicts its peak from the other arguments of `predict_peak`
     peaks = {method: partial(predict_peak, sizes[method], method, **options) for method in sizes}
     rows = []
     memory = (args.memory - RESERVED_GIB) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
         saved = sizes[method].saved  # bytes that a forward saves for the backward
-        peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
-        prediction = peak(tokens=tokens)
+        predict_row = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
+        prediction = predict_row(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         if method.lora:
             row["lora"] = lora_text
         # With checkpointing only the inputs of layers are saved, and offloading moves them to the host
         row["host"] = sum(saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PEAK_PARTS}
-        row["modelled_activations"] = saved.is_modelled  # in part computed from the number of weights
+        # Whether a part of the activations is not counted, but computed from the number of weights
+        row["modelled_activations"] = saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
             # The most tokens of a micro-batch whose predicted peak is at most `memory`
-            most_tokens = largest_tokens(partial(peak, fused_loss=fused), memory, MAX_TOKENS)
+            most_tokens = largest_tokens(partial(predict_row, fused_loss=fused), memory, MAX_TOKENS)
             row[name] = min(most_tokens // batch_size, limit)
         rows.append(row)
 
@@ -180,7 +173,8 @@ def predict_memory(
     verdict = [f"fits with {tokens:,} tokens in a micro-batch: LoRA {lora_gpus}; full {full_gpus}"]
     if config.gradient_checkpointing:
         # A run with LoRA is not compared with full training
-        compared_peaks = [lora_peaks] if model.use_peft else [lora_peaks, full_peaks]
+        compared_peaks = [lora_peaks] if configs.model.use_peft else [lora_peaks, full_peaks]
+        # `describe_unneeded_checkpointing` sets `RESERVED` aside itself, so it gets the whole memory
         for gpus, peaks_of_methods in product(args.world_size, compared_peaks):
             verdict += _describe_first_without_checkpointing(
                 peaks_of_methods, tokens, gpus=gpus, memory=args.memory * GIB
@@ -212,7 +206,8 @@ def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMe
     sizes: dict[TrainingMethod, ModelSizes] = {}
     errors = []
     failures = []
-    # Both stages of ZeRO have equal sizes, so they are counted once.
+    # Both stages of ZeRO have equal sizes, and are neighbours in `METHODS`, so they are counted once. DDP differs
+    # because it trains under autocast
     for _, group in groupby(METHODS, lambda method: (method.lora, method.engine == "DDP")):
         methods = list(group)
         method = methods[0]
@@ -232,7 +227,7 @@ def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMe
 def _describe_first_without_checkpointing(
     peaks: Mapping[TrainingMethod, Callable[..., PeakMemory]], tokens: int, *, gpus: int, memory: float
 ) -> list[str]:
-    """Return a text that names the first method that fits on some GPUs without checkpointing; [] if none does.
+    """Return a text that names the first method that fits on `gpus` GPUs without checkpointing; [] if none does.
 
     Args:
         peaks: by method, in the order of preference, the function that predicts its peak.
