@@ -1,4 +1,7 @@
-"""`trl-packfix check`: test whether a document in a pack changes another, or whether a dataset loses something."""
+"""`trl-packfix check`: test whether a document in a pack changes another, or whether a dataset loses something.
+
+Functions import heavy libraries only when they run, so that `--help` is fast.
+"""
 
 import argparse
 import json
@@ -36,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "check",
-        "MODEL",
+        usage="MODEL",
         epilog=flags.FIELDS_HELP + EXAMPLES,
         help="test on a model whether documents in a pack influence each other, and repair it if they do",
         description="Test a model as the trainer does before its first step. MODEL is a name on the hub or a folder; "
@@ -64,7 +67,7 @@ def run_check(args: argparse.Namespace) -> int:
     from .configs import read_run
 
     configs = read_run(args)
-    # The words without a flag are models here, and datasets in other commands
+    # Words without a flag name the model here, and datasets in other commands
     names = configs.positionals or [name for name in [configs.model.model_name_or_path] if name]
     if len(names) != 1:
         raise ValueError(
@@ -90,7 +93,7 @@ def run_check(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        show_lines("Isolation check", result.lines())
+        show_lines("Isolation check", [*result.lines()])
     return 0 if result.in_training.passed else 1  # the test of what training runs, perhaps repaired or unpacked
 
 

@@ -6,7 +6,9 @@ and repairs them: each leaking module then gets one document at a time.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class CheckResult:
         in_training: the report on what training runs: `as_it_is`, or a report after what `on_leak` did.
         is_unpacked: whether training runs padded rows in place of packs.
         repaired: a text for each repaired module.
-        implementations: the result of `attention_obstacles`.
+        implementations: for each attention implementation why it is not available, from `attention_obstacles`.
         missing_packages: packages for the kernels of recurrent mixers that are not installed; None without mixers.
         seconds: how long the check took.
     """
@@ -86,44 +88,43 @@ class CheckResult:
         return "wrong" if report.isolated else "leaks"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
+        """Return the result as JSON values: None for infinity and NaN, and "right" for a verdict that lets train."""
         return finite(asdict(self) | {"verdict": self.verdict, "right": self.in_training.passed})
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Return the lines to print, as pairs of a label and a text."""
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the lines to print, as pairs of a label and a text."""
         before = self.as_it_is
         after = self.in_training
-        lines = [
-            ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
-            ("verdict", f"{self.verdict}: {after.summary()}"),
-        ]
+        yield "model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"
+        yield "verdict", f"{self.verdict}: {after.summary()}"
         if after is not before:
-            lines.append(("as it is", before.summary()))
+            yield "as it is", before.summary()
         if before.error is None:
             gradient = "not tested" if before.max_gradient is None else f"{before.max_gradient:.1e}"
-            lines += [
-                ("largest change", f"{before.max_change:.1e} of a document when another changed"),
-                ("largest difference", f"{before.max_difference:.1e} of a document from itself alone"),
-                ("gradient", f"{gradient} of a document by another's embeddings"),
-                ("rounding", f"explains {before.tolerance:.1e}"),
-            ]
-        lines += [("where", f"{leak.name} ({leak.module}), by {leak.change:.1e}") for leak in before.leaks]
-        lines += [("repaired", text) for text in self.repaired]
-        if before.unreachable:
+            yield "largest change", f"{before.max_change:.1e} of a document when another changed"
+            yield "largest difference", f"{before.max_difference:.1e} of a document from itself alone"
+            yield "gradient", f"{gradient} of a document by another's embeddings"
+            yield "rounding", f"explains {before.tolerance:.1e}"
+        for leak in before.leaks:
+            yield "where", f"{leak.name} ({leak.module}), by {leak.change:.1e}"
+        for text in self.repaired:
+            yield "repaired", text
+        if before.unreachable:  # settings of the model, such as its window, with an effect only in longer documents
             thresholds = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
-            lines.append(("not tested", f"beyond max_length {self.max_length:,}: {thresholds}"))
-        lines.append(("attention", f"{self.attention}: {self.reason}"))
+            yield "not tested", f"beyond max_length {self.max_length:,}: {thresholds}"
+        yield "attention", f"{self.attention}: {self.reason}"
         if self.attention_of_training is not None:
             text = f"runs {self.attention_of_training} in its place, unless you set enforce_flash_attention=False"
-            lines.append(("training", text))
+            yield "training", text
         for name, obstacle in self.implementations.items():
-            lines.append(("implementation", f"{name}: {obstacle or 'available'}"))
-        if self.missing_packages is not None:
+            yield "implementation", f"{name}: {obstacle or 'available'}"
+        if self.missing_packages:
             where = "" if self.device.startswith("cuda") else " on a machine with a GPU"
-            install = f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}"
-            lines.append(("kernels", install if self.missing_packages else "all packages of the mixers are installed"))
-        lines.append(("took", f"{self.seconds:.1f} seconds"))
-        return lines
+            command = f"`pip install {' '.join(self.missing_packages)}`"
+            yield "kernels", f"mixers run in torch: right, slower. {command}{where}"
+        elif self.missing_packages is not None:
+            yield "kernels", "all packages of the mixers are installed"
+        yield "took", f"{self.seconds:.1f} seconds"
 
 
 def check_model(
@@ -165,27 +166,28 @@ def check_model(
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
     else:
-        create: Any = create_model_from_path
+        create: Any = create_model_from_path  # its annotations lack some of these arguments
         model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
+    make_packed_model = partial(PackedModel, model, torch_dtype, device.type, max_length)
     attention_of_training = None
     if enforce_flash_attention is None:
         enforce_flash_attention = attn_implementation is None
         if attn_implementation is not None:
-            # Construct what training would construct, only to see which attention it chooses
-            model_of_training = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise")
+            # Construct what training would construct, only to see which attention it chooses. This attaches the
+            # attention to the model, so it is taken off again
+            model_of_training = make_packed_model(on_leak="raise")
             if model_of_training.attention.name != attn_implementation:
                 attention_of_training = model_of_training.attention.name
             model_of_training.restore_own_attention()
-    settings: dict[str, Any] = {"enforce_flash_attention": enforce_flash_attention}
     # First test the model as it is: with "raise" it is not repaired. If it leaks and `on_leak` says so, test it again
     # with a repair or without packing.
-    packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise", **settings)
+    packed = make_packed_model(on_leak="raise", enforce_flash_attention=enforce_flash_attention)
     as_it_is = packed.prove(model)  # the report of the leak probe
     in_training = as_it_is
     if not packed.is_proved and on_leak != "raise":
         packed.restore_own_attention()
-        packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak=on_leak, **settings)
+        packed = make_packed_model(on_leak=on_leak, enforce_flash_attention=enforce_flash_attention)
         in_training = packed.prove(model)
     base = base_model(model)
     return CheckResult(
@@ -217,6 +219,8 @@ def attention_obstacles(model: PreTrainedModel) -> dict[str, str]:
         missing = "" if is_installed() else f"flash-attn {version} is not installed, or finds no GPU"
         reasons[f"flash_attention_{version}"] = flash_unsupported or missing
     reasons["flex_attention"] = "" if model._supports_flex_attn else unsupported
+    # transformers lets a model run attention of other packages if it declares one of these; older ones declare only
+    # sdpa
     supports_other_attention = model._supports_attention_backend or model._supports_sdpa
     has_own_code = not supports_other_attention or not model._can_set_attn_implementation()
     reasons[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code" if has_own_code else ""
@@ -241,7 +245,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
     action = "build"
     try:
-        tiny = tiny_like(config, build)
+        tiny = tiny_like(config, build)  # the config with the smallest sizes with which `build` works
         model = random_model(lambda: build(tiny))
         action = "run, on one document that is not packed,"
         with torch.no_grad():

@@ -28,7 +28,7 @@ class LengthRows(RowReader):
 
     Attributes:
         lengths: tokens of each row, (N,) for N rows.
-        files: the files of the table, beside which results are cached; none here.
+        files: the files of the table, beside which a planner caches spans of documents; none here.
     """
 
     lengths: Int64Array
@@ -42,7 +42,7 @@ class LengthRows(RowReader):
         return np.zeros(len(self), dtype=bool)
 
     def digests(self, rows: Int64Array) -> bytes:
-        return b""  # there are no tokens
+        return b""  # hashes of the tokens of rows, and there are no tokens
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         return stop - start
@@ -66,6 +66,7 @@ def read_lengths(path: Path) -> Int64Array | None:
     try:
         lengths = np.asarray(values)
         if lengths.dtype.kind not in "iu":
+            # Texts of whole numbers become numbers; the text of a float such as "1.5" is refused
             lengths = lengths.astype(np.str_).astype(np.int64)
     except (ValueError, OverflowError):
         # The values are not numbers, or above int64. An empty array is refused below.
@@ -100,16 +101,17 @@ def _read_values(path: Path) -> Any:
             values = json.loads(text) if text.lstrip()[:1] == "[" else None
         except ValueError:
             return None  # `datasets` reports the error in the JSON
+        # A list of dictionaries, and an empty list, are left to `datasets`
         return values if values and not isinstance(values[0], dict) else None
     if path.suffix != ".csv":
         return None
-    csv.field_size_limit(MAX_LENGTH)  # characters; other columns may have long texts
+    csv.field_size_limit(2**31 - 1)  # the most characters of a field: other columns may have long texts
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = filter(None, csv.reader(file))
         names = [name.strip() for name in next(rows, [])]
         if len(names) == 1 and names[0].isdigit():  # the column has no name: the first line is a number, too
             return [*names, *(row[0] for row in rows)]
-        check_header(str(path), names)
+        check_header(str(path), names)  # refuses two columns of one name
         column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
         if column is None:
             return None

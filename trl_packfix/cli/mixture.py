@@ -65,13 +65,12 @@ class MixtureConfig(trl.DatasetMixtureConfig):
             )
         self.datasets = [_make_entry(entry) for entry in self.datasets]
         counts = Counter(source.identity for source in self.datasets)
-        identity, count = next(iter(counts.most_common(1)), ((), 0))
-        if self.test_split_size is not None and count > 1:
-            path = next(entry.path for entry in self.datasets if entry.identity == identity)
+        if self.test_split_size is not None and len(counts) < len(self.datasets):
+            repeated = max(self.datasets, key=lambda source: counts[source.identity])
             raise ValueError(
-                f"The dataset `{path}` is listed {count} times in `datasets`, and `test_split_size: "
-                f"{self.test_split_size}` was given. A test row of one entry would be trained as a row of another. "
-                "List it once, or remove `test_split_size`."
+                f"The dataset `{repeated.path}` is listed {counts[repeated.identity]} times in `datasets`, and "
+                f"`test_split_size: {self.test_split_size}` was given. A test row of one entry would be trained as a "
+                "row of another. List it once, or remove `test_split_size`."
             )
 
     def labels(self) -> list[str]:
@@ -108,8 +107,10 @@ def check_types(settings: dict[str, Any], config_classes: Iterable[type], where:
         if texts:
             allowed.add(str)
         if allowed & {float, bool}:
-            allowed.add(int)
+            allowed.add(int)  # a whole number is a number, and 0 and 1 are switches
         value = settings[name]
+        # A text that `allowed` has may still be one that none of the types can be read from, such as "fast" for a
+        # number
         is_unreadable = isinstance(value, str) and not any(_parses_as(value, field_type) for field_type in types)
         if type(value) not in allowed or is_unreadable:
             expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in types)
@@ -163,7 +164,7 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
         The splits "train" and, with `test_split_size`, "test".
     """
     if mixture.streaming:
-        return get_dataset(mixture)
+        return get_dataset(mixture)  # TRL's function, which refuses fractions and adds no `source_column`
     tables = [
         _load_source(source, source_column, label)
         for source, label in zip(mixture.datasets, mixture.labels(), strict=True)
@@ -175,8 +176,8 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
             "all datasets need one. Set it for each, or for none."
         )
     if fractions:
-        # Take the first rows of each dataset, as many as TRL takes: the mixture is as large as it can be if no row is
-        # taken twice.
+        # Take the first rows of each dataset, as TRL does. The mixture has the most rows with which
+        # share x `num_rows` <= rows of the dataset holds for every dataset.
         shares = [fraction / sum(fractions) for fraction in fractions]
         num_rows = min(len(table) / share for table, share in zip(tables, shares, strict=True) if share > 0)
         tables = [table.select(range(round(share * num_rows))) for table, share in zip(tables, shares, strict=True)]

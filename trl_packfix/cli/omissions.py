@@ -2,7 +2,8 @@
 
 `check --dataset` and `show` report it for whole datasets with `report_tables`. `show` also marks it in the documents
 that it prints (`with_omissions`). An *omission* is a text of a row that the chat template leaves out. A *rendering*
-(`samples/rendering.py`) makes the text of a row with the chat template.
+(`samples/rendering.py`) makes the text of a row with the chat template. The *processor* of a model prepares text and
+images; a model without images has only a tokenizer.
 """
 
 import itertools
@@ -42,8 +43,9 @@ def with_omissions(
 ) -> list[ShownPack]:
     """Return packs whose documents also have the omissions of their rows.
 
-    The packs are returned as they are if rows of tokens cannot be matched with rows of the datasets: if their numbers
-    differ, as with `per_turn`, or if a dataset is tokenised already.
+    The packs are returned as they are if rows of tokens cannot be matched with rows of the datasets. Their numbers
+    differ with `per_turn`, which makes a row of tokens of each assistant turn. A dataset that is tokenised already has
+    no texts.
 
     Args:
         packs: packs of the run.
@@ -51,7 +53,7 @@ def with_omissions(
         model: name or folder of the tokenizer; None if it is not known.
         reader: the rows of the run.
     """
-    if model is None or not isinstance(reader, TokenReader):
+    if model is None or not isinstance(reader, TokenReader):  # rows of lengths or with images have no tokens to compare
         return packs
     tables = [load_table(configs, name) for name in configs.table_names]
     if sum(map(len, tables)) != len(reader) or any("input_ids" in rows.column_names for rows in tables):
@@ -74,12 +76,14 @@ def with_omissions(
 def _omissions_of(
     document: ShownDocument, row: dict[str, Any], *, features: Features, rendering: Rendering
 ) -> tuple[tuple[int, str], ...]:
-    """Return the omissions of a row: (number of tokens of its document before the place of the text, the text).
+    """Return the omissions of a row: (number of tokens of its document before the place of the text, its description).
 
     The result is empty if the row cannot be rendered, or if the document has other tokens than the rendered row.
     """
     try:
+        # `text` is the rendered row, and an omission the position of a character in it, and a description
         text, omissions = find_omissions(row, rendering, features)
+        # `plain_tokenizer`: the tokenizer in a processor
         encoding = plain_tokenizer(rendering.tokenizer)(text, add_special_tokens=False, return_offsets_mapping=True)
     except Exception:  # rows without a chat template, and tokenizers without offsets
         return ()
@@ -93,5 +97,5 @@ def _omissions_of(
 
 def _load_processor(configs: RunConfigs, model: str) -> Any:
     """Return the processor of a model, or its tokenizer if it has none."""
-    with setting_named(model, TOKENIZER):
+    with setting_named(model, TOKENIZER):  # errors become a ValueError with this name and with the advice `TOKENIZER`
         return AutoProcessor.from_pretrained(model, trust_remote_code=configs.training.trust_remote_code)

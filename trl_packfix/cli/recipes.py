@@ -12,7 +12,7 @@ import yaml
 from .flags import HelpFormatter, Subparsers
 
 FOLDER = Path(__file__).with_name("recipe_files")
-WORD = r"[\w.]+"  # a word of a name such as "qwen3.5-4b-lora", which has three
+WORD = r"[\w.]+"  # a word of a text: "qwen3.5-4b-lora" has the words "qwen3.5", "4b" and "lora"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -31,8 +31,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run_recipes(args: argparse.Namespace) -> int:
-    """Print the list of recipes, or one recipe. Return 0."""
-    name = " ".join(args.words)
+    """Print the list of recipes, or one recipe. Return 0; `read_recipe` raises a ValueError for an unknown name."""
+    name = " ".join(args.words)  # several words name no recipe, and the message lists the recipes that have them
     if args.json:
         result = yaml.safe_load(read_recipe(name)) if name else recipe_titles()
         print(json.dumps(result, indent=2))
@@ -61,7 +61,7 @@ def recipe_titles() -> dict[str, str]:
 
 
 def similar_recipes(text: str) -> list[str]:
-    """Return the names of the recipes in whose name, title or model is each word of a text, or a word like it.
+    """Return the names of recipes with each word of a text, or a similar word, in their name, title or model.
 
     >>> similar_recipes("lama 8b")
     ['llama-3.1-8b-lora']
@@ -71,15 +71,13 @@ def similar_recipes(text: str) -> list[str]:
     for name, title in recipe_titles().items():
         model = yaml.safe_load(_read_file(name)).get("model_name_or_path", "")
         words_of_recipe = re.findall(WORD, f"{name} {title} {model}".lower())
-        if all(_is_similar(word, words_of_recipe) for word in words):
+        if all(
+            any(word in recipe_word for recipe_word in words_of_recipe)  # a word, or a part of one
+            or get_close_matches(word, words_of_recipe, cutoff=0.8)
+            for word in words
+        ):
             names.append(name)
     return names
-
-
-def _is_similar(word: str, known: list[str]) -> bool:
-    """Return whether a word is, or is like, one of the known words or a part of it."""
-    is_part = any(word in known_word for known_word in known)
-    return is_part or bool(get_close_matches(word, known, cutoff=0.8))
 
 
 def read_recipe(name: str) -> str:

@@ -1,4 +1,8 @@
-"""`trl-packfix report`: make one page of what a run has saved, and print its short form."""
+"""`trl-packfix report`: make one page of what a run has saved, and print its short form.
+
+`reporting/page.py` reads the files of the run and makes the page. A missing or broken file raises a ValueError, which
+`cli/__init__.py` prints and turns into exit code 2.
+"""
 
 import argparse
 import json
@@ -28,7 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write the page and print the short form. Return 0."""
+    """Write the page and print its first table: the data, the training, the tokens lost, the speed. Return 0."""
     from ..reporting.page import NO_PICTURES, draws_pictures, make_page, read_run, summarise
     from ..reporting.report import show_lines
 
@@ -41,6 +45,6 @@ def run_report(args: argparse.Namespace) -> int:
         print(json.dumps(dict(summary) | {"page": str(output)}, indent=2))
         return 0
     show_lines("Packed training", [*summary, ("page", str(output))])
-    if not draws_pictures():
+    if not draws_pictures():  # matplotlib is not installed
         print(NO_PICTURES)
     return 0

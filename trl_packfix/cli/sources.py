@@ -14,7 +14,9 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # by suffix, for `load_dataset`
+# A file of rows, by suffix, and its name for `load_dataset`. A .json or .csv file may hold lengths instead
+# (`lengths.py`)
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Suffixes of the files that may be given, as messages list them
 SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
 
@@ -42,7 +44,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None, *, set
         name: a path, or a name on the hub.
         split: the split to return, of a dataset that has splits.
         config: the configuration of a dataset on the hub that has several.
-        setting: how messages name the setting of the split.
+        setting: how messages name the setting of the split, with the character before its value.
 
     Raises:
         ValueError: the dataset cannot be read, or has no such split.

@@ -3,7 +3,9 @@
 `plan` and `show` call `read_documents` (through `dry_run.py`) and get a `RowReader`, from which packs are planned.
 `prepare` calls `read_tables`, then `save_tokens` or `save_measured`, which write a dataset for training. A run has one
 table for each of its datasets, or one for its whole mixture of datasets. Rows with images are not tokenised but
-*measured*: their processor runs once, so that their numbers of tokens are known.
+*measured*: their processor runs once, so that their numbers of tokens are known. A *bad* row is one that cannot be
+rendered; with `bad_rows="drop"` bad rows are dropped, else they are refused. A `Ledger` has the counts of documents and
+tokens that are kept or dropped.
 """
 
 import sys
@@ -68,7 +70,7 @@ def tokenise(
         ValueError: text comes without a tokenizer, or the tokens cannot be right.
     """
     if config.per_turn:
-        check_conversations(dataset, "train")
+        check_conversations(dataset, name="train")
     turns = None
     if tokenizer is not None:
         dataset, turns = prepare_rows(dataset, tokenizer, config)
@@ -79,7 +81,7 @@ def tokenise(
             "the folder of the tokenizer that you will train with."
         )
     else:
-        check_id_range(dataset)
+        check_id_range(dataset)  # refuses negative token ids and ids too large for any vocabulary
     # There are three cases. If the dataset has labels, they are kept. If it has masks of trained tokens, labels are
     # made from the masks, except from a `completion_mask` that `completion_only_loss` tells TRL not to read. Otherwise
     # all tokens are trained
@@ -87,7 +89,8 @@ def tokenise(
     if "labels" not in dataset.column_names:
         masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
     for name in masks:
-        TokenReader(dataset.select_columns(["input_ids", name]))  # refuses masks that are not as long as the tokens
+        # The reader itself is not used: its constructor refuses masks that are not as long as the tokens
+        TokenReader(dataset.select_columns(["input_ids", name]))
     if masks:
         dataset = dataset.map(
             HashedMapFunction(_labels_from_masks),  # a cached result is used while the code is the same
@@ -95,6 +98,8 @@ def tokenise(
             num_proc=config.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",
         )
+    # Without `seq_lengths`, a column of TRL's packed rows, with the lengths of the documents in them, documents would
+    # be joined. Columns that the config names have weights of rows, or names of their datasets
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names]), turns
 
@@ -140,7 +145,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
         ValueError: the datasets cannot be read, or cannot be joined to one table.
     """
     training_config = configs.training
-    # Both loaders accept either name: the tokenizer of rows of text, and the processor of rows with images
+    # The name of a model or of a tokenizer. Rows of text need the tokenizer there, and rows with images the processor
     processor_name = tokenizer or configs.model.model_name_or_path
     lengths = []  # of the documents of each file of lengths, in tokens
     text_tables = []  # tables of tokens
@@ -149,7 +154,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
     for name in configs.table_names:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):  # the error for bytes that are no UTF-8 names the file
-            # None if the file is no file of lengths, or if `name` is a dataset on the hub
+            # None if the file is no file of lengths, or if `name` is a dataset on the hub or a mixture
             lengths_in_file = None if configs.mixture.datasets else read_lengths(Path(name))
         if lengths_in_file is not None:
             check_split(name, configs.script.dataset_train_split)
@@ -159,7 +164,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
                     "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
                     "`--per-turn`."
                 )
-            # Refuse `share_prefixes`, which compares tokens
+            # Each feature may refuse lengths: `share_prefixes` does, because it compares tokens
             features_of(training_config).refuse_lengths(len(lengths_in_file))
             lengths.append(lengths_in_file)
             continue
@@ -199,7 +204,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
     if image_tables:
         return measure_images(concatenate_tables(image_tables), processor_name, training_config)
     reader = TokenReader(concatenate_tables(text_tables))
-    reader.turns = turn_counts
+    reader.turns = turn_counts  # for the report
     return reader
 
 
@@ -275,7 +280,7 @@ def save_tokens(
 
 
 def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
-    """Write rows with images to `output` as they are, without bad rows, and measure their documents.
+    """Write rows with images to `output` as they are, and measure their documents. Bad rows are dropped or refused.
 
     The lengths are cached beside the table, where training looks for them.
 
@@ -297,6 +302,7 @@ def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, o
             good_rows = np.flatnonzero(is_good) if row_of_document is None else np.unique(row_of_document[is_good])
             table = table.select(good_rows)
     table.save_to_disk(output, num_proc=config.dataset_num_proc)
+    # Measure the saved table, so that the lengths are cached beside it
     reader = measure_images(load_from_disk(str(output)), processor, config)
     ledger = make_documents(reader, max_length=None).ledger
     return len(table), num_rows, ledger

@@ -30,11 +30,11 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
     """
     names = script_args.dataset_name
     streaming = script_args.dataset_streaming
-    assert names is not None, "refused before"
+    assert names is not None, "_load_splits refuses a run without datasets"
     datasets: list[Any] = []
     for name in [names] if isinstance(names, str) else names:
         dataset = load_local(name, streaming)
-        if dataset is None:
+        if dataset is None:  # there is no such file or folder
             dataset = load_named(name, name=script_args.dataset_config, streaming=streaming)
         is_table = isinstance(dataset, Dataset | IterableDataset)
         datasets.append({script_args.dataset_train_split: dataset} if is_table else dataset)
@@ -81,7 +81,7 @@ def _load_splits(script_args: TrainArguments, training_args: SFTConfig, mixture:
 def _check_loggers(args: SFTConfig) -> None:
     """Refuse a logger of `report_to` that is not installed. transformers looks only after the model is loaded."""
     installed = get_available_reporting_integrations()
-    # This list never has flyte, and has azure_ml only without mlflow.
+    # This list never has flyte, and has azure_ml only without mlflow. So these two are not checked.
     missing = sorted(set(args.report_to or ()) - {*installed, "azure_ml", "flyte"})
     if missing:
         raise ValueError(
@@ -101,7 +101,9 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     Raises:
         ValueError: there is no model, or something that the run names cannot be loaded.
     """
-    script_args, training_args, model_args, mixture, *_ = configs
+    script_args = configs.script
+    training_args = configs.training
+    model_args = configs.model
     if not model_args.model_name_or_path:
         raise ValueError(
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
@@ -125,7 +127,7 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     names = configs.names
     if dataset is None:
         with training_args.main_process_first(desc="dataset"):  # only one process of a machine downloads
-            dataset = _load_splits(script_args, training_args, mixture)
+            dataset = _load_splits(script_args, training_args, configs.mixture)
     PartialState().print(f"Model: {model_args.model_name_or_path}")
     PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
     assert not isinstance(training_args.model_init_kwargs, str)  # transformers reads JSON
@@ -137,9 +139,10 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     }
     training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
     with setting_named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL_HELP):
-        text_config(model_args.model_name_or_path, training_args)  # raises an error if there is no such model
+        # Only for its error: a model that cannot be loaded is refused with the name of the setting
+        text_config(model_args.model_name_or_path, training_args)
     test_split = script_args.dataset_test_split
-    with in_utf8(", ".join(names)):
+    with in_utf8(", ".join(names)):  # the trainer reads the rows; bytes that are no UTF-8 become a ValueError
         evaluates = training_args.eval_strategy != "no"
         return SFTTrainer(
             model=model_args.model_name_or_path,
@@ -151,17 +154,17 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
         )
 
 
-def train_and_save(trainer: SFTTrainer, names: Sequence[str]) -> None:
+def train_and_save(trainer: SFTTrainer, dataset_names: Sequence[str]) -> None:
     """Train, save the model in `output_dir`, and push it to the hub with `push_to_hub`.
 
     Args:
-        names: the names of the datasets, for the model card.
+        dataset_names: the names of the datasets, for the model card.
     """
     args = trainer.args
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved in {args.output_dir}")
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=list(names))
+        trainer.push_to_hub(dataset_name=list(dataset_names))
     trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another rank exits first
-    end_training(trainer)
+    end_training(trainer)  # ends the loggers and the process group
