@@ -4,8 +4,9 @@ In come the planner and the reader of a table, or a packed stream (`data/`). Out
 for the trainer (`training/loading.py`), its callbacks and the command line.
 
 A *document* is one training example, and a *unit* is what planning packs as one thing: a document, or a family of
-documents that begin alike. A *section* of a report is an object with numbers on one topic, or None where the topic does
-not apply. The *unpacked run* is the training that TRL would do with the same settings and without packing.
+documents that begin alike. A *feature*, such as shared prefixes, is a part of the package that a run may use. A
+*section* of a report is an object with numbers on one topic, or None where the topic does not apply. The *unpacked run*
+is the training that TRL would do with the same settings and without packing.
 """
 
 from dataclasses import replace
@@ -40,8 +41,8 @@ def make_report(
     Args:
         planner: the planner of the table.
         reader: the reader of its rows.
-        trl_counts_first_labels: whether the divisor of the loss of the unpacked run counts first tokens, too. TRL
-            counts the first token of a row for some models, although no token before predicts it.
+        trl_counts_first_labels: whether TRL divides the loss of the unpacked run by the number of all labels. For some
+            models it counts the first label of a row, too, although no token before predicts it.
         with_packs: whether the report has the first packs, which `plot` draws.
     """
     packing = planner.packing
@@ -50,17 +51,18 @@ def make_report(
     schedule = planner.schedule(0)  # the documents of each micro-batch of the first epoch
     units = planner.units()
     plan = planner.first_plan  # None for a strategy that keeps the steps of the unpacked run
-    # The schedule is made of documents. Costs are known for units.
+    # The schedule is made of documents: those of slot i (a micro-batch on a rank) are order[offsets[i] : offsets[i +
+    # 1]]. Costs are known for units, so it is made of units here
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
     unit_schedule = replace(schedule, order=order, offsets=offsets)
     shared = SharedPacks.of_table(planner, unit_schedule)  # None if every rank has packs of its own
-    # Ranks that share packs wait for each other in every layer. So the imbalance is counted per micro-step, "micro".
+    # Ranks that share packs wait for each other in every layer. So their imbalance is that of "micro", where ranks wait
+    # after every micro-batch
     synchronisation = packing.synchronisation if shared is None else "micro"
-    packed_rows = reader.seq_lengths()  # None, except for a table that was packed before
-    if packed_rows is None:
-        uncut_lengths = reader.lengths
-    else:
-        _, uncut_lengths = packed_rows  # the lengths of the documents in its rows
+    uncut_lengths = reader.lengths
+    packed_before = reader.seq_lengths()  # None, except for a table whose rows are packs
+    if packed_before is not None:
+        _, uncut_lengths = packed_before  # (number of documents of each row, their lengths)
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
     step_costs = rank_costs(unit_schedule, units.costs())  # FLOPs, (steps, micro-batches of a step, ranks)
@@ -81,7 +83,7 @@ def make_report(
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
         num_trained_tokens=num_trained,
-        # The unpacked loss as a multiple of the packed loss: both divide an equal sum, by counts that may differ
+        # Unpacked loss / packed loss. Both divide the same sum, by counts of tokens that may differ
         unpacked_loss=num_trained / unpacked_divisor,
         num_packs=plan.num_packs if plan else None,
         lower_bound=plan.lower_bound if plan else None,
@@ -98,7 +100,7 @@ def make_report(
         shared=shared,
         images=reader.report_section(planner),  # None without images
         turns=reader.turns,  # None if rows are not divided into turns
-        ledger=documents.ledger,
+        ledger=documents.ledger,  # what was cut or dropped
         newer_libraries=libraries_newer_than_tested(),
         lengths=LengthHistogram.from_lengths(uncut_lengths),
         sample=sample,
@@ -150,8 +152,10 @@ def _count_fills(schedule: Schedule, units: Units, planner: EpochPlanner) -> lis
     degrees = schedule.degrees[:, None]  # number of ranks that share each pack
     # `rows` of a unit: its tokens, of which a token that several documents share counts once
     pack_tokens = schedule.slot_sums(units.rows)  # tokens of the pack in each slot, (micro-steps, ranks)
+    # `tokens_per_rank` is the capacity of a pack, if ranks do not share packs
     fills = pack_tokens / (planner.packing.parallel.tokens_per_rank * degrees)
-    is_first_of_group = np.arange(schedule.world_size) % degrees == 0  # the slot of this rank has the pack
+    # (micro-steps, ranks): only the slot of the first rank of a group has its pack
+    is_first_of_group = np.arange(schedule.world_size) % degrees == 0
     bins = (NUM_FILLS * fills[is_first_of_group]).astype(int).clip(max=NUM_FILLS - 1)
     return np.bincount(bins, minlength=NUM_FILLS).tolist()
 
@@ -168,6 +172,6 @@ def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
     """
     drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), NUM_DRAWN), replace=False)
     longest = np.maximum.reduceat(drawn, np.arange(0, len(drawn), batch_size))
-    num_missing = -len(drawn) % batch_size  # documents that the last batch has less than the other batches
+    num_missing = -len(drawn) % batch_size  # documents that are missing in the last batch
     num_padded = int(longest.sum()) * batch_size - int(longest[-1]) * num_missing
     return int(drawn.sum()) / num_padded

@@ -15,7 +15,7 @@ from ..data.documents import DocumentCounts
 
 @dataclass(frozen=True)
 class Column:
-    """A number that is read from a report. Other tables of the command line use columns for objects of their own.
+    """A number that is read from a report, or from another object whose table the command line prints.
 
     A column with a heading is shown in the tables of `plan`, except where no row has a value. A column with a metric
     goes to loggers.
@@ -47,55 +47,93 @@ KEY_COLUMNS = (
     Column("strategy", "strategy", text=""),
     Column("ranks", "world_size"),
 )
-# Legends and meanings of some of the columns below
-FILLED_LEGEND = "tokens / room in the packs"
-PADDED_LEGEND = "the same without packing"
-LOST_MEANING = "trained tokens that are cut, dropped or not reached"
-STEPS_MEANING = "optimizer steps"
-EPOCH_MEAN_MEANING = "mean of the epoch"
-COMPUTED_LEGEND = "share of the tokens of the documents"
-COMPUTED_MEANING = "tokens that are computed over those of the documents"
-EXCHANGE_LEGEND = "share of the modelled time in the exchange between ranks that share a pack"
-IMBALANCE_MEANING = "modelled time / modelled time if ranks never waited"
-FAMILIES_LEGEND = "those that begin alike, each as one"
-TOO_LONG_LEGEND = 'documents dropped because an image does not fit, or by overlong="drop"'
-LANGUAGE_LEGEND = "imbalance of the language model alone"
-TOWER_LEGEND = "imbalance of the vision tower alone"
-SMALLEST_DEGREE_MEANING = "that share a pack, where documents allow"
-IMBALANCE_LEGEND = "1.06 where waiting for the slowest rank adds 6 % (modelled)"
+
+# The numbers of a report, in the order of the tables. Ranks that share a pack exchange parts of it in each layer
 COLUMNS = (
     Column("", "num_documents", metric="documents", unit="documents", meaning="in an epoch"),
     Column("packs", "num_packs", metric="packs", unit="packs", meaning="in an epoch"),
     Column("", "lower_bound", metric="lower_bound", unit="packs", meaning="fewest that any plan needs"),
-    Column("filled", "efficiency", ".1%", "efficiency", FILLED_LEGEND, meaning="tokens / (packs x capacity)"),
-    Column("padded", "padding_efficiency", ".1%", "padding_efficiency", PADDED_LEGEND),
-    # The steps of a stream are not steps of an epoch
     Column(
-        "steps", lambda r: r.num_rows and r.num_steps, metric="steps_per_epoch", unit="steps", meaning=STEPS_MEANING
+        "filled", "efficiency", ".1%", "efficiency", "tokens / room in the packs", meaning="tokens / (packs x capacity)"
+    ),
+    Column("padded", "padding_efficiency", ".1%", "padding_efficiency", "the same without packing"),
+    # The steps of a stream (`num_rows` is None) are not steps of an epoch
+    Column(
+        "steps",
+        lambda report: None if report.num_rows is None else report.num_steps,
+        metric="steps_per_epoch",
+        unit="steps",
+        meaning="optimizer steps",
     ),
     Column(
-        "docs/step", "documents_per_step", ",.1f", "documents_per_step", unit="documents", meaning=EPOCH_MEAN_MEANING
+        "docs/step", "documents_per_step", ",.1f", "documents_per_step", unit="documents", meaning="mean of the epoch"
     ),
-    Column("imbalance", "imbalance", ".3f", "imbalance", IMBALANCE_LEGEND, "ratio", IMBALANCE_MEANING),
+    Column(
+        "imbalance",
+        "imbalance",
+        ".3f",
+        "imbalance",
+        "1.06 where waiting for the slowest rank adds 6 % (modelled)",
+        "ratio",
+        "modelled time / modelled time if ranks never waited",
+    ),
     Column("cut", "num_cut", legend="documents truncated, split or dropped"),
     Column(
-        "lost", "lost_trained_share", ".2%", "lost_trained_share", "share of the trained tokens", meaning=LOST_MEANING
+        "lost",
+        "lost_trained_share",
+        ".2%",
+        "lost_trained_share",
+        "share of the trained tokens",
+        meaning="trained tokens that are cut, dropped or not reached",
     ),
-    Column("computed", "shared_prefixes.rows", ".2f", "computed_share", COMPUTED_LEGEND, meaning=COMPUTED_MEANING),
+    # `rows` is a share, too: with shared prefixes, the tokens that are computed
     Column(
-        "families/step", "shared_prefixes.families_per_step", ",.1f", "families_per_step", FAMILIES_LEGEND, "families"
+        "computed",
+        "shared_prefixes.rows",
+        ".2f",
+        "computed_share",
+        "share of the tokens of the documents",
+        meaning="tokens that are computed over those of the documents",
+    ),
+    Column(
+        "families/step",
+        "shared_prefixes.families_per_step",
+        ",.1f",
+        "families_per_step",
+        "those that begin alike, each as one",
+        "families",
     ),
     Column("images/pack", "images.per_pack", ".1f", "images_per_pack", unit="images", meaning="mean"),
     # Shown only for datasets with images, which cannot be cut
     Column(
         "too long",
-        lambda r: r.images and r.ledger.dropped.get("overlong", DocumentCounts()).documents,
-        legend=TOO_LONG_LEGEND,
+        # The ledger counts dropped documents by reason
+        lambda report: report.images and report.ledger.dropped.get("overlong", DocumentCounts()).documents,
+        legend='documents dropped because an image does not fit, or by overlong="drop"',
     ),
-    Column("language", "images.language_imbalance", ".3f", "language_imbalance", LANGUAGE_LEGEND, "ratio"),
-    Column("tower", "images.tower_imbalance", ".3f", "tower_imbalance", TOWER_LEGEND, "ratio"),
-    Column("exchange", "shared.exchange_share", ".1%", "exchange_share", EXCHANGE_LEGEND),
+    Column(
+        "language",
+        "images.language_imbalance",
+        ".3f",
+        "language_imbalance",
+        "imbalance of the language model alone",
+        "ratio",
+    ),
+    Column("tower", "images.tower_imbalance", ".3f", "tower_imbalance", "imbalance of the vision tower alone", "ratio"),
+    Column(
+        "exchange",
+        "shared.exchange_share",
+        ".1%",
+        "exchange_share",
+        "share of the modelled time in the exchange between ranks that share a pack",
+    ),
     Column("part", "shared.largest_part", legend="tokens of the largest part of a pack on a rank"),
     Column("micro-steps by degree", "shared.histogram", text="", legend="degree: ranks that share a pack", wraps=True),
-    Column("", "shared.smallest_degree", metric="smallest_degree", unit="ranks", meaning=SMALLEST_DEGREE_MEANING),
+    Column(
+        "",
+        "shared.smallest_degree",
+        metric="smallest_degree",
+        unit="ranks",
+        meaning="that share a pack, where documents allow",
+    ),
 )

@@ -1,9 +1,10 @@
-"""The section of a report about a feature, a capability in a folder of its own: how much is computed, and a line.
+"""Define what the report asks of the section of a feature, such as how much the feature saves, and its line.
 
-`Feature.report_section` (`trl_packfix/feature.py`) makes the section of a run before training, and `Feature.estimate`
-makes the section for `trl-packfix plan`. The only feature with a section so far is shared prefixes: documents that
-begin alike compute their common beginning once (`features/prefixes/savings.py`). The *unpacked run* is the training
-that TRL would do with the same settings and without packing.
+A feature is a part of the package that a run may use, in a folder of `features/`. `Feature.report_section`
+(`trl_packfix/feature.py`) makes the section of a run before training, and `Feature.estimate` makes the section for
+`trl-packfix plan`. The only feature with a section so far is shared prefixes: documents that begin alike compute their
+common beginning once (`features/prefixes/savings.py`). The *unpacked run* is the training that TRL would do with the
+same settings and without packing.
 """
 
 from typing import Protocol, Self
@@ -19,11 +20,11 @@ class FeatureSection(Protocol):
 
     @property
     def flops(self) -> float | None:
-        """The share of the modelled FLOPs that is computed; None if it is not known."""
+        """Modelled FLOPs with the feature / modelled FLOPs without it; None if the share is not known."""
         ...
 
     def refuse(self, reason: str) -> Self:
-        """Return this section for a run whose model cannot have the feature, for a reason that is shown."""
+        """Return the section of a run whose model cannot use the feature; `line` shows the reason."""
         ...
 
     def line(self, num_documents: int, unpacked_documents: int, step_size_settings: str) -> str | None:
@@ -32,7 +33,8 @@ class FeatureSection(Protocol):
         Args:
             num_documents: documents of the run.
             unpacked_documents: documents of an optimizer step of the unpacked run.
-            step_size_settings: the settings that give a step more documents.
+            step_size_settings: the settings that give a step more documents, as text, such as
+                "gradient_accumulation_steps".
         """
         ...
 
@@ -43,18 +45,22 @@ class FeatureSection(Protocol):
             unpacked_documents: documents of an optimizer step of the unpacked run.
 
         Returns:
-            (number of independent documents, beginning of a line that says so, end of this line that names another
-            setting); None if all documents of a step are independent.
+            (number of independent documents, beginning of the line "against unpacked" with this number, end of this
+            line with a setting that the user may choose in place of another learning rate); None if all documents of a
+            step are independent.
         """
         ...
 
 
 class ContentSection(Protocol):
-    """What documents hold beside tokens, such as images; `RowReader.report_section` makes it."""
+    """What documents hold beside tokens, such as images. `report_section` of a reader of rows makes it."""
 
     @property
     def imbalances_text(self) -> str:
-        """The end of a line on the imbalance of ranks, with the imbalances of its parts; "" if they are not known."""
+        """The end of the line on the imbalance of ranks, with that of each part of the model, such as its vision tower.
+
+        It is "" if they are not known.
+        """
         ...
 
     def line(self) -> str:

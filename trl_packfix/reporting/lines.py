@@ -1,4 +1,4 @@
-"""The lines of a report, in order: (label, text) of each.
+"""Make the lines of a report, in order. `Lines` is an iterator of pairs (label, text).
 
 `PackingReport.lines` (`report.py`) calls the functions in `LINES`, and shows their lines on the terminal and in the
 model card. A section of the report that may be absent (images, turns, ...) has a method `line` that returns its text; a
@@ -32,11 +32,12 @@ def _section_line(label: str, section: Any, *arguments: object) -> Lines:
 def _documents_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on the documents, before they are packed."""
     yield from _section_line("conversations", report.turns)
-    text = (
-        "a stream of unknown length; packed in arrival order, with uneven lengths in the first and last documents of "
-        "each pass; read again from its start at its end"
-    )
-    if report.num_rows is not None:
+    if report.num_rows is None:
+        text = (
+            "a stream of unknown length; packed in arrival order, with uneven lengths in the first and last documents "
+            "of each pass; read again from its start at its end"
+        )
+    else:
         packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
@@ -56,8 +57,9 @@ def _packs_lines(report: PackingNumbers) -> Lines:
 
 def _stream_packs_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on packs, steps and ranks of a stream."""
-    # `rank_section`: texts and numbers on how ranks share packs, or on packs of their own. `smallest_degree` ranks
-    # share a document of `max_length` tokens; it is 1 if each rank has packs of its own
+    # `rank_section`: texts and numbers on how ranks share packs, or on packs of their own. The packs of a stream are
+    # shared by `smallest_degree` ranks, the fewest that hold a document of `max_length` tokens; it is 1 if each rank
+    # has packs of its own
     yield "micro-batch", report.rank_section.capacity_text(report.max_length)
     packs_per_step = report.accumulation * report.world_size // report.rank_section.smallest_degree
     step = f"accumulation {report.accumulation}, ranks {report.world_size}"
@@ -75,6 +77,7 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on packs, steps and ranks of a table."""
     capacity = report.rank_section.capacity_text(report.max_length)
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
+    # `padding_efficiency`: the share of tokens in padded batches
     yield "micro-batch", f"{capacity}, {filled}; unpacked: {report.padding_efficiency:.2%}"
     documents_per_unpacked_step = report.unpacked_documents
     steps = f"{report.num_steps:,}"
@@ -92,8 +95,8 @@ def _table_packs_lines(report: PackingNumbers) -> Lines:
         "common prefixes", report.prefixes, report.num_documents, documents_per_unpacked_step, step_size_settings
     )
     yield "against unpacked", _unpacked_text(report)
-    # The mean of TRL may be taken over all labels, also the first label of each document. No token predicts this label,
-    # so it adds no loss. Then the mean, and its gradients, are smaller than those of a packed run
+    # `unpacked_loss`: TRL's loss / packed loss. TRL may divide by the number of all labels. The first label of a
+    # document adds no loss, because no token predicts it, so TRL's loss and its gradients are then smaller
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
@@ -111,7 +114,7 @@ def _unpacked_text(report: PackingNumbers) -> str:
     those of an unpacked step. For this ratio only *independent* documents of the packed step count: documents that
     begin alike and are packed together count as one.
     """
-    if STRATEGIES[report.strategy].keeps_unpacked_steps:
+    if STRATEGIES[report.strategy].keeps_unpacked_steps:  # a packed step has the documents of an unpacked step
         steps = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
         return f"{steps}: no setting has to change"
     assert report.documents_per_step is not None, "the documents of a step are not known"
@@ -122,12 +125,14 @@ def _unpacked_text(report: PackingNumbers) -> str:
     independent_ratio = ratio
     independent_text = ""
     alternative = report.rank_section.alternative_text  # end of the line: a setting that does not need the advice
-    # `independent_documents` returns None if all documents of a step are independent
+    # `independent_documents` returns None if all documents of a step are independent, else their number per step, the
+    # beginning of the line and its end
     independent = None if report.prefixes is None else report.prefixes.independent_documents(documents)
     if independent is not None:
         per_step, independent_text, alternative = independent
         independent_ratio = per_step / documents
     rate = f"learning_rate x {independent_ratio**0.5:.1f}" if independent_ratio > 1.1 else "keep learning_rate"
+    # An epoch has fewer steps, so settings that count steps (such as `warmup_steps`) are divided
     return f"{independent_text}{rate}, settings in steps / {ratio:.1f}{alternative}"
 
 
@@ -153,7 +158,8 @@ def _model_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on the model, its attention and the proof that documents are isolated."""
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
-    # The probe tests the model of this run. The sweep has tested all model types, but with older libraries
+    # The probe tests the model of this run before training. The sweep is the package's own test of all model types,
+    # which ran with older libraries
     if report.newer_libraries:
         yield "not tested with", f"{', '.join(report.newer_libraries)}: the probe runs, the sweep has not"
     yield "attention", report.attention

@@ -31,9 +31,9 @@ class PlanSample:
     """Packs and costs from the beginning of the first epoch, which pictures show."""
 
     packs: list[ShownPack]  # without their tokens
-    # Modelled FLOPs of each of the first micro-steps (the micro-batches of one number on all ranks), on each rank
+    # Modelled FLOPs of each of the first micro-steps (the micro-batches with the same index on all ranks), on each rank
     costs: list[list[float]]
-    # Number of micro-batches of the epoch in each of equal ranges of tokens / capacity, from 0 to 1
+    # Histogram of fill (tokens / capacity) from 0 to 1, in bins of equal width: number of micro-batches of the epoch
     fills: list[int]
 
 
@@ -53,7 +53,7 @@ class PackingNumbers:
     num_documents: int
     num_tokens: int
     num_trained_tokens: int
-    num_packs: int | None  # None for a strategy that keeps the steps of the unpacked run
+    num_packs: int | None  # None for a strategy that keeps the steps of the unpacked run, and packs each step anew
     efficiency: float | None  # tokens / (packs x capacity)
     num_steps: int  # optimizer steps of an epoch; for a stream, of the run
     ledger: Ledger  # documents and tokens of the dataset that are kept, truncated, split, or dropped
@@ -67,7 +67,8 @@ class PackingNumbers:
     tokens_not_reached: int = 0
     trained_tokens_not_reached: int = 0
     most_documents: int | None = None  # the most documents in one micro-batch of the first epoch
-    # Loss of the unpacked run / loss of the packed one. Below 1 if TRL's mean also counts first tokens
+    # Loss of the unpacked run / loss of the packed run. It is below 1 if TRL also divides by the number of first
+    # labels, which add no loss
     unpacked_loss: float = 1.0
     imbalance: float | None = None  # modelled time of the first epoch / modelled time if ranks never waited
     # Sections
@@ -85,13 +86,13 @@ class PackingNumbers:
     first_step: str | None = None
     compiled: str | None = None
     memory: str | None = None
-    experimental: tuple[str, ...] = ()  # settings with which several GPUs have not been tested
+    experimental: tuple[str, ...] = ()  # settings of this run that were not tested on several GPUs
     newer_libraries: tuple[str, ...] = ()  # installed libraries above the versions with which the package was tested
     sample: PlanSample | None = field(default=None, repr=False)
 
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> Self:
-        """Return the numbers, the ledger, the lengths and the costs of a saved report; its other sections are None.
+        """Return the numbers, texts, ledger, lengths and costs of a saved report; its other sections are None.
 
         Args:
             values: the values that `PackingReport.save` has written.
@@ -105,7 +106,7 @@ class PackingNumbers:
         return cls(
             **numbers,
             ledger=Ledger.from_dict(values["ledger"]),
-            lengths=lengths and LengthHistogram(**lengths),
+            lengths=None if lengths is None else LengthHistogram(**lengths),
             sample=sample,
         )
 

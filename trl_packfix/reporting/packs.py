@@ -4,10 +4,11 @@
 `trl-packfix show` prints the packs (`pack_text`), `pictures.py` draws them, and `build.py` puts them into the report.
 
 A *document* is one training example, and a *pack* is the documents that pass through the model together as one row of
-tokens. A *trained* token counts in the loss. With shared prefixes, documents of a pack that begin alike compute the
-rows of their common beginning only once: a document then has fewer *rows* of its own than tokens, and these rows are
-its *run*. With sequence parallelism several ranks share a pack, and each of them holds a part of its rows; the number
-of these ranks is the *degree*.
+tokens. A *token row* is the place of one token in this row; other rows are rows of the table. A *trained* token counts
+in the loss. With shared prefixes, documents of a pack that begin alike compute the token rows of their common beginning
+only once: a document then has fewer token rows of its own than tokens, and these are its *run*. With sequence
+parallelism several ranks share a pack, and each of them holds a part of its rows; the number of these ranks is the
+*degree*.
 """
 
 import itertools
@@ -51,7 +52,8 @@ class ShownDocument:
     tokens: np.ndarray | None  # ids, shape (stop - start,)
     shared: int = 0  # number of tokens at the beginning that share the rows of the document before it in the pack
     num_images: int | None = None  # None if the table has no images
-    # Texts of the row that have no tokens, found by `cli/data.py`: (number of tokens before the text's place, text)
+    # Texts of the row that the chat template leaves out, such as an earlier thought of the assistant.
+    # `cli/omissions.py` sets them: (number of tokens before the place of the text, its description)
     left_out: tuple[tuple[int, str], ...] = ()
     # Number of tokens before the document was cut; None in a table whose rows are packs
     uncut_length: int | None = None
@@ -63,7 +65,7 @@ class ShownDocument:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that are computed for this document.
+        """The number of token rows that are computed for this document.
 
         If the only token that is not shared is the last one, its row is not computed, because it predicts nothing.
         """
@@ -93,8 +95,15 @@ class ShownDocument:
             ids = None if self.tokens is None else self.tokens[first:end]
             text = None if ids is None or tokenizer is None else _decode_tokens(tokenizer, ids)
             span_values.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
-        values = {"row": self.row, "start": self.start, "stop": self.stop, "position_ids": list(self.positions)}
-        values |= {"cut_from": self.cut_from, "trained_tokens": self.num_trained, "parts": span_values}
+        values = {
+            "row": self.row,
+            "start": self.start,
+            "stop": self.stop,
+            "position_ids": list(self.positions),
+            "cut_from": self.cut_from,
+            "trained_tokens": self.num_trained,
+            "parts": span_values,
+        }
         if self.num_images is not None:
             values["images"] = self.num_images
         if self.left_out:
@@ -107,21 +116,26 @@ class ShownPack:
     """One pack. With shared prefixes its documents are sorted by their tokens, and have more tokens than rows."""
 
     place: str  # step, micro-batch and ranks as text
-    capacity: int  # most rows of the pack
-    cu_seq_lens: list[int]  # 0, and the number of rows up to the end of each run
+    capacity: int  # most token rows of the pack
+    cu_seq_lens: list[int]  # 0, and the number of token rows up to the end of each run: where the queries end
     documents: list[ShownDocument]
     rank: int  # the first of the ranks that share the pack
     degree: int  # the number of ranks that share the pack
-    # 0, and the number of tokens up to the end of each document that has a run; [] if documents share no rows
+    # 0, and the number of tokens, shared ones included, up to the end of each document that has a run: where the keys
+    # end. It is [] if documents share no token rows
     cu_seq_lens_k: list[int]
 
     def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
         """Return the pack as JSON values; the documents have texts if there is a tokenizer."""
         documents = [document.to_dict(tokenizer) for document in self.documents]
-        values = {"place": self.place, "capacity": self.capacity, "cu_seq_lens": self.cu_seq_lens}
-        values |= {"documents": documents}
+        values = {
+            "place": self.place,
+            "capacity": self.capacity,
+            "cu_seq_lens": self.cu_seq_lens,
+            "documents": documents,
+        }
         if self.cu_seq_lens_k:
-            values |= {"cu_seq_lens_k": self.cu_seq_lens_k}
+            values["cu_seq_lens_k"] = self.cu_seq_lens_k
             for document_values, document in zip(documents, self.documents, strict=True):
                 document_values["shared_tokens"] = document.shared
         ranks = self.ranks()
@@ -130,7 +144,7 @@ class ShownPack:
         return values
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Return which rows of the pack each rank holds ("tokens"), and which documents have runs there.
+        """Return which token rows each rank holds (`"tokens": [first, end]`), and which documents have runs there.
 
         The list has an entry for each rank, and is empty if one rank has the pack alone. The last rank may also hold
         padding.
@@ -160,10 +174,10 @@ class ShownPack:
 def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_PACKS) -> list[ShownPack]:
     """Return the first packs of a run that trains with this planner, each read back from a batch of the collator.
 
-    If the first step has more than `num_packs` packs, evenly spaced ones are returned, because a step begins with its
-    most expensive packs.
+    If the first step has more than `num_packs` packs, evenly spaced ones are returned: a step begins with its most
+    expensive packs, and the first ones alone would not be typical.
     """
-    # A slot is the place of one pack: a micro-batch on a rank. With sequence parallelism some slots are empty.
+    # A slot is the place of one pack: micro-step x ranks + rank. With sequence parallelism some slots are empty.
     # `offsets[slot]` is where the documents of a slot begin.
     slots = np.flatnonzero(np.diff(planner.schedule(0).offsets))
     num_of_first_step = int(np.searchsorted(slots, planner.packing.accumulation * planner.packing.world_size))
@@ -185,11 +199,13 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     cu_seq_lens = None
     cu_seq_lens_k = []
     shared = [0] * len(dataset_rows)  # token rows that each document shares with the document before it
-    # The collator of training. Images are compared by the numbers that `reader.compare` returns.
+    # The collator of training, which a feature may replace. `reader.compare` returns numbers by which images are
+    # compared
     collator = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
     if collator.shares:  # with shared prefixes, documents may share token rows
         training_batch = collator(dataset_rows)
-        # Documents sorted by their tokens, and how many token rows each shares with the document before it
+        # Documents sorted by their tokens, and how many token rows each shares with the document before it. The third
+        # result, what was compared, is not needed
         order, shared_in_order, _ = collator.order_documents(dataset_rows)
         if any(shared_in_order):
             shared = shared_in_order
@@ -221,7 +237,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     # 3. Say where the pack is trained.
     micro_step, rank = divmod(slot, packing.world_size)
     step, micro_batch = divmod(micro_step, packing.accumulation)
-    degree = int(schedule.degrees[micro_step])
+    degree = int(schedule.degrees[micro_step])  # equal for all packs of a micro-step
     place = f"step {step}.{micro_batch}" if packing.accumulation > 1 else f"step {step}"
     if packing.world_size > 1:
         place += f", rank {rank}" if degree == 1 else f", ranks {rank}-{rank + degree - 1}"
@@ -327,20 +343,19 @@ def _span_texts(
     )
     omission = f" [... {hidden_end - hidden_start:,}"
     omission += f", {num_trained:,} of them trained ...] " if num_trained else " ...] "
-    for trained, first, end in _cut_spans(spans, [place for place, _ in left_out]):
+    # After these cuts each span is omitted as a whole, or shown as a whole
+    cuts = [hidden_start, hidden_end, *(place for place, _ in left_out)]
+    for trained, first, end in _cut_spans(spans, cuts):
         yield from _descriptions_at(first, left_out)
-        # A span has tokens before the omitted ones, behind them, or both. The omission stands between, in the span in
-        # which it begins.
-        has_omission = first <= hidden_start < min(end, hidden_end)
-        for low, high in ((first, min(end, hidden_start)), (max(first, hidden_end), end)):
-            if low < high:
-                text = " ".join(map(str, tokens[low:high]))
-                if tokenizer is not None:
-                    text = _decode_tokens(tokenizer, tokens[low:high])
-                    text = REPEATED_TOKEN.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
-                yield text.replace("\n", "\\n"), trained
-            if low == first and has_omission:
-                yield omission, False
+        if first == hidden_start:
+            yield omission, False
+        if hidden_start <= first < hidden_end:
+            continue
+        text = " ".join(map(str, tokens[first:end]))
+        if tokenizer is not None:
+            text = _decode_tokens(tokenizer, tokens[first:end])
+            text = REPEATED_TOKEN.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
+        yield text.replace("\n", "\\n"), trained
     yield from _descriptions_at(length, left_out)
 
 
@@ -352,7 +367,7 @@ def _cut_spans(spans: list[TokenSpan], places: list[int]) -> Iterator[TokenSpan]
 
 
 def _descriptions_at(token: int, left_out: list[tuple[int, str]]) -> Iterator[tuple[str, bool]]:
-    """Yield a text for each entry of `left_out` whose place is before this token, and False: it is not trained."""
+    """Yield (text, False) for each entry of `left_out` whose place is directly before this token."""
     for place, description in left_out:
         if place == token:
             yield f" {{left out {description}}} ", False

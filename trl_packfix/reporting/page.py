@@ -1,4 +1,4 @@
-"""The report of a finished run on one page: what was trained, lost and proved, how fast, and pictures.
+"""Make the page of a finished run: what was trained, tokens that were lost, checks that passed, speed, and pictures.
 
 Training saves `packing_report.json` and the log of the trainer, `trainer_state.json`. `trl-packfix report` reads them
 (`read_run`) and writes a page of HTML (`make_page`), in one file that needs no network. `summarise` makes its first
@@ -20,7 +20,7 @@ import jinja2  # a requirement of torch
 
 from ..version import __version__
 from .numbers import PackingNumbers
-from .pictures import BLUE, INK, RED, draw_costs, draw_lengths, png_bytes
+from .pictures import BLUE, RED, draw_costs, draw_lengths, new_figure, png_bytes, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ class SavedRun(NamedTuple):
 
 
 def read_run(folder: Path) -> SavedRun:
-    """Read the report and the log of a run from its `output_dir`, or from one of its checkpoints.
+    """Read the report and the log of a run from its `output_dir`, or from one of its checkpoints; both have a report.
 
     While a run trains, and if it was interrupted, only its checkpoints have a log. Then the newest one is read.
 
@@ -59,6 +59,7 @@ def read_run(folder: Path) -> SavedRun:
             "and unless `packing_report=False`. Give the `output_dir` of a run on packs."
         )
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
+    # The log in `folder` itself comes last, and is read if there is one
     state_files = [path / STATE_FILE for path in (*checkpoints, folder) if (path / STATE_FILE).is_file()]
     values = _read_json(report_file)
     if "lines" not in values:
@@ -83,7 +84,7 @@ def _read_json(file: Path) -> Any:
 
 
 def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
-    """Return the short form of a report as (label, text): what was trained, lost and proved, and how fast.
+    """Return the short form of a report as (label, text): what was trained, lost tokens, passed checks, and the speed.
 
     Args:
         values: the values of the saved report.
@@ -95,7 +96,7 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
     if values["model"] is not None:
         rows.append(("model", values["model"]))
     packs = "" if values["num_packs"] is None else f" in {values['num_packs']:,} packs"
-    if values["efficiency"] is not None:  # a stream has none before its first pack
+    if values["efficiency"] is not None:  # None for a dataset that is read as a stream, before its first pack
         packs += f", {values['efficiency']:.1%} full"
     data = f"{values['num_documents']:,} documents, {values['num_tokens']:,} tokens"
     rows.append(("data", f"{data} ({values['num_trained_tokens']:,} trained){packs}"))
@@ -110,6 +111,8 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
             ("trained", f"{last_logged['step']:,} optimizer steps, {last_logged.get('epoch', 0):.3g} epochs{loss}")
         )
     rows.append(("lost", _lost_text(values)))
+    # The checks before training: documents of a pack do not change each other, and the first step equals unpacked
+    # training
     rows += [(label, lines[label]) for label in ("isolation", "first step") if label in lines]
     speed = _speed_text(last_logged)
     if speed:
@@ -118,7 +121,7 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
 
 
 def _lost_text(values: Values) -> str:
-    """Return how many trained tokens of the data were not trained, and why."""
+    """Return how many tokens that the loss would count are cut, dropped or not reached, and of how many documents."""
     numbers = PackingNumbers.from_saved(values)
     ledger = numbers.ledger  # counts of documents and tokens by what was done with them
     counts = {"truncated": ledger.truncated, "split": ledger.split}
@@ -179,9 +182,6 @@ def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
     """Return the pictures of a run, each with its name, its caption and the PNG in base64; [] without matplotlib."""
     if not draws_pictures():
         return []
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     numbers = PackingNumbers.from_saved(saved.values)
     losses = [entry for entry in saved.log if "loss" in entry or "eval_loss" in entry]
     panels: list[tuple[str, str, Callable[[Axes], None]]] = []  # (name, caption, function that draws the picture)
@@ -198,12 +198,10 @@ def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
         panels.append(("waiting", "Modelled cost of the first micro-steps on each rank", draw))
     pictures = []
     for name, caption, draw_panel in panels:
-        figure = Figure(figsize=(9, 3), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(9, 3)
         axes = figure.subplots()
         draw_panel(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK)
+        style_axes(axes)
         pictures.append({"name": name, "caption": caption, "data": base64.b64encode(png_bytes(figure)).decode()})
     return pictures
 

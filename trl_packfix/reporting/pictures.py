@@ -1,8 +1,9 @@
 """Draw a plan with matplotlib: packs as strips, the attention mask of one pack, the lengths, the cost of each rank.
 
 `PackingReport.plot` calls `plot_report`, and the page of a run (`page.py`) has two of the panels. The packs are the
-ones that `packs.first_packs` has read. With shared prefixes, the rows of a common beginning are drawn once, in the
-document that computes them.
+ones that `packs.first_packs` has read. A *row* of a pack is the place of one token. With shared prefixes, documents
+that begin alike compute the rows of their common beginning once, and these rows are drawn in the first of the
+documents.
 
 No information is in the colour alone: documents are numbered, trained tokens are drawn taller, and empty and waiting
 areas are hatched. The hues are by Okabe and Ito, and colour-blind readers can distinguish them
@@ -58,24 +59,37 @@ def plot_report(report: PackingNumbers, path: str | Path | None = None) -> "Figu
             "stream are not known in advance, and a saved report does not hold them. Plot `trainer.packing_report` of "
             "a dataset that is not a stream, or use `trl-packfix show --plot`."
         )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # pyplot is not used, so no window opens, and the global state of the caller does not change.
-    figure = Figure(figsize=(12, 7.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 7.2)
     panels = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
     _draw_strips(panels[0, 0], report, report.sample)
     _draw_mask(panels[0, 1], report.sample)
     draw_lengths(panels[1, 0], report, report.lengths)
     draw_costs(panels[1, 1], report, report.sample)
     for axes in panels.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK)
+        style_axes(axes)
     if path is not None:
         figure.savefig(path, dpi=DPI, facecolor="white")
     figure._repr_png_ = partial(png_bytes, figure)  # type: ignore[attr-defined]  # so notebooks show the figure
     return figure
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of this size in inches.
+
+    It is made without pyplot, so no window opens, and the global state of the caller does not change.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style_axes(axes: "Axes") -> None:
+    """Remove the upper and the right border of a panel, and colour its ticks."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
 
 
 def png_bytes(figure: "Figure") -> bytes:
@@ -101,7 +115,8 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
             length = document.num_rows
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
             axes.broken_barh([(first_row, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
-            # `own_spans`: the tokens that this document does not share, by whether they are trained
+            # `own_spans` of the tokens that this document does not share: (whether trained, first row, row behind the
+            # last)
             spans = [(first_row + first, end - first) for trained, first, end in document.own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED_SHARE * widest:
@@ -112,14 +127,14 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
         axes.vlines(first_row, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
         empty_span = (first_row, pack.capacity - first_row)
         axes.broken_barh([empty_span], (y - 0.4, 0.8), hatch="////", **EMPTY_STYLE)
-        for rank_rows in pack.ranks():  # [] if one rank has the pack alone
+        for rank_rows in pack.ranks():  # which rows of the pack each rank holds; [] if one rank has the pack alone
             first, end = rank_rows["tokens"]
             axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
             if end - first > 2 * MIN_NUMBERED_SHARE * widest:
                 label = f"rank {rank_rows['rank']}"
                 axes.text((first + end) / 2, y + 0.5, label, ha="center", va="center", fontsize=6, color=INK)
     label = report.rank_section.axis_label()
-    if any(pack.cu_seq_lens_k for pack in sample.packs):  # documents share rows
+    if any(pack.cu_seq_lens_k for pack in sample.packs):  # it is [] if no documents of the pack share rows
         label = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
     axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=label)
     axes.set_yticks(range(len(sample.packs)), [pack.place for pack in sample.packs])
@@ -141,9 +156,10 @@ def _packs_title(report: PackingNumbers) -> str:
     """Return the title of the panel of packs."""
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
+    # A batch of one document has no padding
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
     shared = "" if report.shared_prefixes is None else " without sharing"
-    # If a step has fewer packs than micro-batches, planning divides its packs between all of them.
+    # If a step has fewer packs than micro-batches, planning divides these packs, so that no micro-batch is empty
     num_micro_batches = report.num_steps * report.accumulation * report.world_size
     divided = ""
     if report.shared is None and num_micro_batches > report.num_packs:
@@ -161,14 +177,17 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
     from matplotlib.ticker import MaxNLocator
 
     def num_visible_blocks(pack: ShownPack) -> float:
-        """Return the number of equally long documents that have as many tokens, and fill as much of the mask."""
+        """Return the number of equally long documents that have as many tokens, and fill as much of the mask.
+
+        k documents of n tokens fill k n^2: (k n)^2 / (k n^2) = k.
+        """
         lengths = np.array([document.num_tokens for document in pack.documents], dtype=float)
         return lengths.sum() ** 2 / (lengths**2).sum()
 
     pack = min(sample.packs, key=lambda pack: abs(np.log(num_visible_blocks(pack) / NUM_MASK_BLOCKS)))
     seen_ranges = ranges_of_seen_rows(pack)
-    starts = [own_rows[0] for *_, own_rows in seen_ranges]
-    total = seen_ranges[-1][-1][1]  # rows of the pack
+    starts = [ranges[-1][0] for ranges in seen_ranges]  # the last range of a document is its own rows
+    total = pack.cu_seq_lens[-1]  # rows of the pack
     for number, (*shared_rows, (own_start, own_end)) in enumerate(seen_ranges):
         hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
         for first, stop in shared_rows:
@@ -179,8 +198,8 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
         axes.hlines(own_start, 0, own_start, color=GREY, linewidth=0.6, linestyle=":")
         if own_end - own_start > total / 14:
             _write_number(axes, (own_end + 2 * own_start) / 3, (own_start + 2 * own_end) / 3, document=number)
-    # The last row of a document of n rows sees n rows, so all of them see n (n + 1) / 2. Shared rows are queries of the
-    # document before.
+    # The last row of a document of n rows sees n rows, so together they see n (n + 1) / 2. Of these, the first s rows
+    # are shared: the document before has them, too, and they are counted there. Both sides are twice as large below.
     lengths = np.array([sum(end - first for first, end in ranges) for ranges in seen_ranges], dtype=float)
     shared = lengths - [document.num_rows for document in pack.documents]
     seen_share = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
@@ -206,7 +225,8 @@ def ranges_of_seen_rows(pack: ShownPack) -> list[list[tuple[int, int]]]:
     for document in pack.documents:
         num_remaining = document.shared  # shared rows that are not in a range yet
         shared_ranges = []
-        for first, end in seen_ranges[-1] if num_remaining else ():
+        previous_ranges = seen_ranges[-1] if seen_ranges else []
+        for first, end in previous_ranges:
             if num_remaining > 0:
                 shared_ranges.append((first, min(end, first + num_remaining)))
                 num_remaining -= end - first
@@ -234,7 +254,8 @@ def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogra
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
     num_shortened = report.num_cut - report.num_dropped
     note = f"max_length {report.max_length:,}\ncut or split: {num_shortened:,}\ndropped: {report.num_dropped:,}"
-    # The note stands on the side of the line that is wider.
+    # The note stands on the side of the line that is wider, to the left if the line is behind the middle of the log
+    # axis
     is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
     side: dict[str, Any] = {"xytext": (-6, 0), "ha": "right"} if is_left else {"xytext": (6, 0), "ha": "left"}
     axes.annotate(

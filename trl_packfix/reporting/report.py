@@ -6,7 +6,8 @@ in `columns.py`, and its picture in `pictures.py`.
 
 A *pack* is the documents that pass through the model together; its *capacity* is the largest number of tokens that it
 may hold. A *trained* token counts in the loss. The *unpacked run* is the training that TRL would do with the same
-settings and without packing. A *micro-step* is the micro-batches of the same number on all ranks.
+settings and without packing. A *micro-step* is the micro-batches with the same index on all ranks. The *ledger* counts
+documents and tokens that are kept, cut or dropped.
 """
 
 import json
@@ -48,7 +49,7 @@ class PackingReport(PackingNumbers):
       epoch. The ledger does not count them, because it holds for every epoch.
     - `most_documents`: the most documents in one micro-batch of the first epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
-    - `shared`: with sequence parallelism, how ranks share packs, for a stream in the steps so far; else None.
+    - `shared`: with sequence parallelism, how ranks share packs (of a stream: in the steps so far); else None.
     - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan tells it; else
       None. `trl-packfix plan` estimates it for any setting.
     - `images`: the images of the documents, and what they cost; None for a dataset without images.
@@ -56,7 +57,7 @@ class PackingReport(PackingNumbers):
     - `trained`: what the loss is computed on, and by which setting.
     - `data`: whether everything that the rows give is in the tokens, once; None for tokenised rows.
     - `model`: name and class of the model, and how many of its parameters are trained.
-    - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
+    - `unpacked_loss`: TRL's unpacked loss / packed loss; gradients have the same ratio. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
     - `experimental`: settings of this run with which several GPUs have not been tested yet.
     - `newer_libraries`: installed libraries that are newer than the versions with which this package was tested.
@@ -75,6 +76,7 @@ class PackingReport(PackingNumbers):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes except the sample, as JSON values."""
+        # Without the sample, because `asdict` would copy its packs
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
         values["newer_libraries"] = list(self.newer_libraries)
         del values["sample"]
@@ -101,7 +103,7 @@ class PackingReport(PackingNumbers):
         return path
 
     def saved_values(self) -> dict[str, Any]:
-        """Return the values of `to_dict`, the lines, and the numbers that are drawn: what `page.py` reads."""
+        """Return the values of `to_dict`, the lines, and the costs and fills that are drawn: what `page.py` reads."""
         costs = None if self.sample is None else self.sample.costs
         fills = None if self.sample is None else self.sample.fills
         return self.to_dict() | {"costs": costs, "fills": fills, "lines": self.lines()}
@@ -123,7 +125,7 @@ def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")  # long paths and names of modules are wrapped and not cut
         for label, text in lines:
-            table.add_row(label, Text(text))  # `Text` has no markup: "[@+ ]" is a histogram
+            table.add_row(label, Text(text))  # `Text` has no markup: "[@+ ]" is a histogram and no style
         console.print(table)
         return
     width = max(len(label) for label, _ in lines)
@@ -168,6 +170,7 @@ def complete_card(
     data = f" on {', '.join(_link_to_hub(name, 'dataset') for name in datasets)}" if datasets else ""
     sentence = f"This model is a fine-tuned version of {base}{data}.\n"
     text = re.sub(r"This model is a fine-tuned version of .*\n", lambda _: sentence, card.read_text(encoding="utf-8"))
+    # TRL writes None if `hub_model_id` is not set
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
         before, heading, after = text.partition("### Framework versions")

@@ -1,11 +1,12 @@
-"""Sections of a report: ranks that share packs, and lengths. Each section counts itself and has its lines.
+"""Sections of a report: ranks that share packs, and lengths. Each computes its numbers and returns its lines.
 
 `build.py` makes the sections from the planner of a table or from a stream, and `PackingReport` (`report.py`) holds
 them. `lines.py` asks each section for its lines. A section that a run does not have is None. For ranks there are two
 sections with the same attributes and methods: `SharedPacks` if ranks share packs, else `OwnPacks`.
 
 With sequence parallelism, several ranks share a pack, and each of them holds a *part* of it; the number of these ranks
-is the *degree*, chosen for each *micro-step* (the micro-batches of the same number on all ranks).
+is the *degree*, chosen for each *micro-step* (the micro-batches with the same index on all ranks). In each layer these
+ranks *exchange* parts, so that attention sees the whole pack.
 """
 
 from collections.abc import Iterator
@@ -43,8 +44,9 @@ class OwnPacks:
     smallest_degree = 1
     exchange_share = 0.0
     exchange_text = ""
-    # A packed step has more documents, so the report advises another learning rate. This ends the advice with a setting
-    # that does not need it; "" if there is none.
+    # A packed step has more documents, so the report advises another learning rate. This ends the advice with a
+    # strategy with which the learning rate may stay, because it keeps the documents of unpacked steps; "" if there is
+    # none.
     alternative_text = '; or packing_strategy="minibatch"'
     step_size_settings = "gradient_accumulation_steps or per_device_train_batch_size"  # they give a step more documents
 
@@ -97,7 +99,8 @@ class SharedPacks:
 
         Args:
             planner: the planner of the table.
-            schedule: the schedule of the units (not documents) of the first epoch.
+            schedule: the first epoch in units: documents, or families of documents that begin alike and are packed as
+                one. Each of its slots, one for each micro-batch and rank, holds the units of a pack.
         """
         if planner.packing.tokens_per_rank is None:
             return None
@@ -152,7 +155,10 @@ class SharedPacks:
 
     @property
     def exchange_text(self) -> str:
-        """The share of the modelled time that is the exchange, as the end of a sentence about this time."""
+        """The share of the modelled time that is the exchange, as the end of a sentence about this time.
+
+        Only a table has this share, so it is not read for a stream. The same holds for `lines`.
+        """
         return f", and {self.exchange_share:.1%} of it is the exchange"
 
     def per_rank_text(self) -> str:

@@ -15,15 +15,17 @@ UNTRAINED = "-"
 EMPTY = "."
 WAITING = ":"
 LEGEND = f"A document begins with its number; {TRAINED} trained, {UNTRAINED} not trained, {EMPTY} empty"
-MIN_WIDTH = 20  # characters of the widest bar on a narrow terminal
+MIN_WIDTH = 20  # characters of the bars for lengths and costs, and of the widest pack on a narrow terminal
 NUM_LENGTHS = 12  # rows of the histogram
+NUM_RANKS = 12  # ranks whose costs are drawn
+PERCENT_WIDTH = 6  # characters behind a pack: its fill, and a margin
 
 
 def draw_plan(report: PackingNumbers, width: int) -> Text:
     """Return the panels as text with styles, one below the other.
 
     Args:
-        report: a report that has its first packs, which only the report of a table has.
+        report: a report of a table, whose first packs are known. The packs of a stream are not known in advance.
         width: characters of a line.
     """
     assert report.sample is not None, "the report has no packs"
@@ -31,7 +33,7 @@ def draw_plan(report: PackingNumbers, width: int) -> Text:
     text = Text()
     packs = report.sample.packs
     label_width = max(len(pack.place) for pack in packs) + 2
-    bar_width = max(MIN_WIDTH, width - label_width - 6)
+    bar_width = max(MIN_WIDTH, width - label_width - PERCENT_WIDTH)
     widest = max(pack.capacity for pack in packs)
     text.append(f"{report.num_documents:,} documents; the first packs, {widest:,} tokens wide. {LEGEND}\n", "bold")
     for pack in packs:
@@ -55,15 +57,15 @@ def draw_plan(report: PackingNumbers, width: int) -> Text:
 
     if report.world_size > 1:
         text.append(f"\ncost of each rank by micro-step, {WAITING} waits for the slowest\n", "bold")
-        for micro_step, costs in enumerate(report.sample.costs):
-            bar_lengths = (round(MIN_WIDTH * cost / max(costs)) for cost in costs[:NUM_LENGTHS])
+        for micro_step, costs in enumerate(report.sample.costs):  # modelled FLOPs of each rank
+            bar_lengths = (round(MIN_WIDTH * cost / max(costs)) for cost in costs[:NUM_RANKS])
             bars = " ".join(f"{TRAINED * n}{WAITING * (MIN_WIDTH - n)}" for n in bar_lengths)
             text.append(f"{micro_step:>3}  {bars}\n")
     return text
 
 
 def _strip(pack: ShownPack, width: int) -> Text:
-    """Return a pack as `width` characters, each of which stands for the row in its middle."""
+    """Return a pack as `width` characters. Each stands for the token row at its middle, and shows if it is trained."""
     is_trained = np.concatenate([_is_trained(document) for document in pack.documents])  # of each row of the pack
     numbers = np.repeat(np.arange(len(pack.documents)), [document.num_rows for document in pack.documents])
     rows = ((np.arange(width) + 0.5) * pack.capacity / width).astype(int)
@@ -85,6 +87,7 @@ def _strip(pack: ShownPack, width: int) -> Text:
 def _is_trained(document: ShownDocument) -> np.ndarray:
     """Return whether each row of a document is trained, shape (rows,)."""
     is_trained = np.zeros(document.num_rows, dtype=bool)
-    for trained, first, end in document.own_spans:  # the tokens that are not shared, counted from the first of them
+    for trained, first, end in document.own_spans:
+        # Only tokens whose rows this document does not share with the one before; token 0 is the first of them
         is_trained[first:end] = trained
     return is_trained
