@@ -513,7 +513,7 @@ def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, t
 def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, off, on):
     rows = [messages(ASK, OK | {key: off}, ASK, answer("Yes") | {key: on})] * 3
     assert prove(rows, build_tokenizer(), train_key=key, trains_assistant=True).complete
-    assert TurnRule(key).select_turn(Conversation.from_row(rows[0])).trained == [3]
+    assert TurnRule(key).select_turns(Conversation.from_row(rows[0])).trained == [3]
 
 
 def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):

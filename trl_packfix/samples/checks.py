@@ -1,7 +1,7 @@
 """Check datasets before they are tokenised, and refuse those that cannot be trained as the config says.
 
-Datasets come in from the user, and checks read columns and types, or the first rows, but render nothing. A function
-whose name begins with `check_` raises a ValueError that says what to change, or returns nothing. A table is a
+Checks read the columns and types of a dataset of the user, or its first rows. They do not render rows. A function whose
+name begins with `check_` raises a ValueError that says what to change, or returns nothing. A table is a
 `datasets.Dataset`, a stream an `IterableDataset`. `texts.py` decides which columns of a row are tokenised.
 """
 
@@ -63,6 +63,7 @@ def without_format(dataset: Any) -> Any:
 
 def first_rows(stream: IterableDataset) -> list[dict[str, Any]]:
     """Return the first rows of a stream without decoding their images. Rows may differ in their columns."""
+    # Decoding can be switched off only if the types of the columns are known; else there are no encoded images
     return list((stream.decode(False) if stream.features else stream).take(NUM_CHECKED_OF_STREAM))
 
 
@@ -93,40 +94,7 @@ def check_raw_dataset(
         is_formatted: Whether a formatting function of the user makes the text. Text columns are not checked then.
     """
     check_rows(dataset, name)
-    refuses_rows = args.bad_rows == "raise"
-    # Pairs of columns that are tokenised together, and for each row whether they are its text
-    forms = [] if is_formatted else [*texts.forms_of_table(dataset, args.dataset_text_field)]
-    if not forms and not is_formatted:
-        typed_columns = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
-        raise ValueError(
-            f"The {name} dataset of {len(dataset)} rows has the columns {typed_columns}. TRL tokenises `messages` "
-            "(lists of `role` and `content`), `conversations` (lists of `from` and `value`), `prompt` with "
-            f"`completion`, or the text in `{args.dataset_text_field}`; the dataset has none of these. Rename or "
-            "reshape a column, or set `dataset_text_field` to the column that holds the text."
-        )
-    without_text = np.flatnonzero(~np.any([is_chosen for _, is_chosen in forms], axis=0))
-    only_prompt = without_text[:0]  # those of these rows that have a prompt
-    if "prompt" in dataset.column_names:
-        has_no_prompt = texts.missing(dataset, "prompt")[without_text]
-        only_prompt = without_text[~has_no_prompt]
-    if len(only_prompt) and forms and refuses_rows and "completion" not in dataset.column_names:
-        raise ValueError(
-            f"{len(only_prompt)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no `completion`; the "
-            f"first are {only_prompt[:MAX_ROWS_NAMED].tolist()}. TRL tokenises `prompt` with `completion`, and whether "
-            f"the text in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
-            "`completion`, or remove the column `prompt`."
-        )
-    if len(without_text) and forms and refuses_rows:
-        columns = dict.fromkeys(column for columns, _ in forms for column in columns)
-        empty_columns = [column for column in columns if texts.missing(dataset, column)[without_text].any()]
-        column_names = " and ".join(f"`{column}`" for column in empty_columns)
-        raise ValueError(
-            f"{len(without_text)} of {len(dataset)} rows of the {name} dataset hold None in {column_names}; the first "
-            f"are {without_text[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows "
-            "(`dataset.select`), or fill in the missing text."
-        )
-    num_plain = sum(int(is_chosen.sum()) for columns, is_chosen in forms if not texts.is_list(dataset, columns[0]))
-    num_plain = len(dataset) if is_formatted else num_plain
+    num_plain = len(dataset) if is_formatted else _check_forms(dataset, name, args)
     if tokenizer.eos_token is None and num_plain:
         raise ValueError(
             f"The tokenizer ({type(tokenizer).__name__}) has no EOS token, and {num_plain} of {len(dataset)} rows of "
@@ -135,11 +103,48 @@ def check_raw_dataset(
         )
 
 
+def _check_forms(dataset: Dataset, name: str, args: TurnSettings) -> int:
+    """Return how many rows of a table are plain text; refuse tables and rows without text, as `check_raw_dataset`."""
+    # For example [(("messages",), [True, False]), (("text",), [False, True])] for a table of two rows: columns that are
+    # tokenised together, and for each row whether they are its text
+    forms = [*texts.forms_of_table(dataset, args.dataset_text_field)]
+    if not forms:
+        typed_columns = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has the columns {typed_columns}. TRL tokenises `messages` "
+            "(lists of `role` and `content`), `conversations` (lists of `from` and `value`), `prompt` with "
+            f"`completion`, or the text in `{args.dataset_text_field}`; the dataset has none of these. Rename or "
+            "reshape a column, or set `dataset_text_field` to the column that holds the text."
+        )
+    without_text = np.flatnonzero(~np.any([is_chosen for _, is_chosen in forms], axis=0))
+    refuses_rows = args.bad_rows == "raise"
+    if refuses_rows and "prompt" in dataset.column_names and "completion" not in dataset.column_names:
+        only_prompt = without_text[~texts.missing(dataset, "prompt")[without_text]]
+        if len(only_prompt):
+            raise ValueError(
+                f"{len(only_prompt)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no "
+                f"`completion`; the first are {only_prompt[:MAX_ROWS_NAMED].tolist()}. TRL tokenises `prompt` with "
+                f"`completion`, and whether the text in `{args.dataset_text_field}` has the prompt is not known. "
+                "Rename the column of the answers to `completion`, or remove the column `prompt`."
+            )
+    if refuses_rows and len(without_text):
+        columns = dict.fromkeys(column for columns, _ in forms for column in columns)
+        empty_columns = [column for column in columns if texts.missing(dataset, column)[without_text].any()]
+        column_names = " and ".join(f"`{column}`" for column in empty_columns)
+        raise ValueError(
+            f"{len(without_text)} of {len(dataset)} rows of the {name} dataset hold None in {column_names}; the first "
+            f"are {without_text[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows "
+            "(`dataset.select`), or fill in the missing text."
+        )
+    return sum(int(is_chosen.sum()) for columns, is_chosen in forms if not texts.is_list(dataset, columns[0]))
+
+
 def check_chat_template(dataset: Dataset | IterableDataset, name: str, tokenizer: Tokenizer) -> None:
     """Refuse conversations if neither the tokenizer nor the rows have a chat template to render them."""
-    # A tokenizer with a method of its own, as Mistral's, renders conversations without a template
+    # A class with a method of its own, such as Mistral's tokenizer, renders conversations without a template
     method = type(tokenizer).apply_chat_template
     needs_template = method in (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
+    # `chat_template_kwargs` of a row may hold a template
     if tokenizer.chat_template is not None or not needs_template or "chat_template_kwargs" in columns_of(dataset):
         return
     if has_conversations(dataset):
@@ -159,7 +164,7 @@ def has_conversations(dataset: Any) -> bool:
     if "input_ids" in columns_of(dataset) or has_transform(dataset):
         return False  # TRL refuses a transform
     if isinstance(dataset, Dataset):
-        forms = texts.forms_of_table(dataset, "")
+        forms = texts.forms_of_table(dataset, text_field="")  # plain text is no conversation
         return any(texts.is_list(dataset, columns[-1]) and is_chosen.any() for columns, is_chosen in forms)
     return isinstance(dataset, IterableDataset) and any(map(texts.is_conversation, first_rows(dataset)))
 
@@ -173,7 +178,7 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: 
             "turns of a conversation are is not known from tokens. Give the conversations themselves; or set "
             "`per_turn=False`, if `trl-packfix prepare --per-turn` has already made one row of each turn."
         )
-    if not has_transform(dataset) and not has_conversations(dataset):
+    if not has_transform(dataset) and not has_conversations(dataset):  # TRL refuses a transform with its own message
         raise ValueError(
             f"`{setting}=True` was given, and the {name} dataset has the columns {columns}. Its rows are no "
             "conversations, so they have no assistant turns. Give `messages` (or `conversations`), or `prompt` and "
@@ -190,8 +195,9 @@ def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object,
         if args.per_turn:
             check_rows(dataset, name)
             check_conversations(dataset, name)
+        # A function of the user makes the text of its rows, or `check_raw_dataset` refuses it as a table without rows
         if is_formatted or has_transform(dataset) or next(iter(dataset.take(1)), None) is None:
-            continue  # its rows cannot be judged here; `check_raw_dataset` refuses a table without rows
+            continue
         # TRL accepts an evaluation set of plain text, and evaluates all its tokens
         if args.assistant_only_loss and name == "train":
             check_conversations(dataset, name, "assistant_only_loss")

@@ -1,7 +1,7 @@
 """Render a conversation with the chat template: the whole of it, or one assistant turn as generation sees it.
 
-`Conversation.from_row` reads a row of the user's dataset. The recipes (`recipes.py`, and `features/images/measures.py`)
-and the rules of trained turns (`turns.py`) render it as text or tokens.
+`Conversation.from_row` reads a row of the user's dataset. A *recipe* (`recipes.py`, and `features/images/measures.py`)
+makes samples of a row. Recipes, and the rule that selects the trained turns (`turns.py`), render the conversation.
 
 Templates that strip earlier thinking (Qwen3, GPT-OSS) render a conversation anew at every assistant turn. What the
 model saw when it wrote a turn is then not the beginning of the whole conversation. The sample of a turn is:
@@ -9,12 +9,11 @@ model saw when it wrote a turn is then not the beginning of the whole conversati
     prompt      template(messages before the turn, add_generation_prompt=True)     not trained
     completion  template(messages up to the turn), without the prompt              trained
 
-TRL makes the same tokens of a row with the prompt `messages[:k]` and the completion `[messages[k]]`, if the rendered
-prompt is the beginning of prompt and completion rendered together. Some templates render the history differently once
-the turn follows: GPT-OSS drops the thought of a tool call when an answer follows. TRL then trains the turn after a
-context that generation never sees. Here the prompt stays as generation sees it, and the completion is the text that the
-rendered conversation has after the generation prompt. A turn that does not begin where the generation prompt ends is
-refused.
+TRL makes the same tokens of a row with the prompt `messages[:k]` and the completion `[messages[k]]`, as long as the
+text of the prompt is the beginning of the text of both. Some templates render the history differently once the turn
+follows: GPT-OSS drops the thought of a tool call when an answer follows. TRL then trains the turn after a context that
+generation never sees. Here the prompt stays as generation sees it, and the completion is the text that the rendered
+conversation has after the generation prompt. A turn that does not begin where the generation prompt ends is refused.
 """
 
 import copy
@@ -66,10 +65,11 @@ class Conversation:
         Raises:
             UnknownTurnError: If the text of the row is not a list of messages.
         """
+        # A row may have texts in several columns. Keep those that are tokenised
         row = with_one_text({name: row[name] for name in COLUMNS if name in row})
         if not is_conversation(row):
             raise UnknownTurnError("the text of the row is no list of messages, so it has no assistant turn")
-        # TRL renames keys in place, and the rows of a stream may be objects of the user
+        # A copy, because TRL renames keys in place, and the rows of a stream may be objects of the user
         row = maybe_convert_to_chatml(with_chat_roles(copy.deepcopy(row)))
         tools = row.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
@@ -164,7 +164,8 @@ class Conversation:
         prompt = render(self.messages[:turn], tokenizer, add_generation_prompt=True)
         prompt_and_turn = render(self.messages[: turn + 1], tokenizer)
         if prompt_and_turn[: len(prompt)] != prompt:
-            # The template renders the history differently before this turn: join the prompt and the turn as texts
+            # The template renders the history differently before this turn: join the prompt and the turn as texts. The
+            # tokens of the joined text may differ from those of the prompt at the seam, which is refused below
             text = self._text_of_turn(turn, tokenizer)
             if text:
                 prompt_and_turn = plain(text, add_special_tokens=False)["input_ids"] if as_tokens else text
@@ -204,7 +205,7 @@ class Conversation:
         prompt_and_turn = self.text([*history, answer], tokenizer)
         prompt_end = self.text(marked, tokenizer, add_generation_prompt=True).rpartition(HISTORY_END)[2]
         conversation_end = self.text([*marked, answer], tokenizer).rpartition(HISTORY_END)[2]
-        # The mark must not have changed what follows it
+        # A template may cut a text or write it twice. The mark must not have changed what follows it
         is_unchanged = prompt.endswith(prompt_end) and prompt_and_turn.endswith(conversation_end)
         if not is_unchanged or not conversation_end.startswith(prompt_end):
             return None
@@ -215,8 +216,7 @@ def with_chat_roles(row: dict[str, Any]) -> dict[str, Any]:
     """Rename the roles in the column `conversations` of a row: `human` to `user`, `gpt` to `assistant`.
 
     TRL renames the keys and keeps the names of the roles. Most chat templates know `user` and `assistant`, and write
-    `human` and `gpt` into the text. Messages are copied, because TRL renames keys in place, and the rows of a stream
-    may be objects of the user.
+    `human` and `gpt` into the text. Messages are copied, because the row may be an object of the user.
     """
     messages = row.get("conversations")
     if not isinstance(messages, list):

@@ -7,13 +7,14 @@ mark is missing is omitted from training, and a text whose mark is there twice i
 replacing it with a rare number. A boolean or a null cannot be marked: it is replaced by another value, and the rendered
 row must change. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a dataset or warns.
 
-A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares texts
-with values that it knows. Then one text is marked at a time. A text that changes the rendered row even then is counted
-as not tried.
+A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares a text
+with a value, such as `if content == "..."`. Then one text is marked at a time. A text that changes the rendered row
+even then is counted as not tried.
 
 Words: the *kind* of a text is its path in the row (such as `tool_calls[].function.name`), the role of its message, and
-the place of this message in the conversation. Some kinds are facts about a row, for example that a column is not read.
-The *shape* of a row is the set of all its kinds.
+the place of this message in the conversation. Some kinds are facts about a row, for example that a column is not read;
+`KindReader` lists them, and the imported names of their paths (`CONTROL`, `PLACEHOLDER_FOUND`, ...) are in
+`text_kinds.py`. The *shape* of a row is the set of all its kinds.
 """
 
 import inspect
@@ -43,7 +44,7 @@ from .text_kinds import (
     MEDIA,
     NULL_IN,
     OTHER_FORM,
-    PLACED,
+    PLACEHOLDER_FOUND,
     RENAMED_ROLE,
     THOUGHTS,
     UNREAD_COLUMN,
@@ -63,12 +64,14 @@ NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
 MAX_NAMED = 10  # rows that a finding names
 MOST_SHAPES = 200  # shapes of which one row is tried
 MOST_MARKS = 20_000  # marks in all rows together
-MAX_TRIED_PER_ROW = 50  # texts of a row that are marked one by one, and its constants that are replaced one by one
-# Texts of a kind that are rendered while their turn is the last, and constants of a kind that are replaced
+MAX_TRIED_PER_ROW = 50  # of a row: texts that are marked alone, and booleans and nulls that are replaced
+# Of a kind: missing texts for which the conversation is rendered up to their turn, and booleans and nulls that are
+# replaced
 MAX_TRIED_PER_KIND = 8
 KNOWN_ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
 SANITISED = '{"sanitize_control_tokens": True}'  # arguments with which transformers removes control tokens from texts
-UNKNOWN = "zqrolex"  # a role that no template knows
+UNKNOWN_ROLE = "zqrolex"  # a role that no template knows
+NO_NULL = "zq0x"  # a text that no row has, which replaces a null
 # Names of columns that other libraries render
 RENDERED_COLUMNS = re.compile("prompt|system|instruction|input$|document|context|function|tools|history|video|audio")
 # Keys of messages by which other libraries exclude a message from the loss
@@ -89,7 +92,7 @@ def prove_or_refuse(
         ValueError: If a finding is an error.
     """
     rendering = Rendering.from_args(args, tokenizer, formatting_func)
-    with main_process_first():
+    with main_process_first():  # `datasets` caches the kinds of the rows for the other ranks
         report = prove_data(dataset, name, rendering, num_proc=args.dataset_num_proc)
     report.raise_if_lost()
     if args.process_index == 0:
@@ -112,7 +115,7 @@ def prove_data(
     row_kinds = read_kinds(dataset, reader, num=NUM_READ_OF_STREAM, num_proc=num_proc)
     proof = _Proof(row_kinds, rendering, reader)
     covered: Counter[Kind] = Counter()  # for each kind the number of rendered rows that have it
-    # The most frequent shapes come first.
+    # The most frequent shapes come first, and `first_rows` has a row of each.
     for shape, row_index in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first_rows, strict=False):
         is_needed = proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape)
         if is_needed and proof.render(row_index):
@@ -121,7 +124,7 @@ def prove_data(
     return DataReport(
         name,
         len(row_kinds),
-        of_stream=not isinstance(dataset, Dataset),
+        of_stream=row_kinds.is_of_stream,
         num_kinds=len(texts),
         num_rendered=proof.num_rendered,
         num_untried=len(texts - proof.states.keys()),
@@ -154,6 +157,7 @@ class _Proof:
 
     def __init__(self, row_kinds: RowKinds, rendering: Rendering, reader: KindReader):
         self.row_kinds = row_kinds
+        self.kinds = row_kinds.kinds
         self.rendering = rendering
         self.structs = reader.structs  # features of columns whose dictionaries have keys that Arrow added
         self.bos = reader.bos
@@ -183,7 +187,7 @@ class _Proof:
             conversation = self.rendering.conversation(row)
             text = self.rendering.text(conversation)
             num_marks = sum(leaf.kind.is_text for leaf in leaves(conversation.messages, conversation.arguments))
-            # One row is rendered, however many texts it has
+            # The first row is rendered in any case, however many texts it has
             if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
                 return False
             self.num_marks += num_marks
@@ -201,13 +205,20 @@ class _Proof:
     def _note_copied_and_null_columns(
         self, raw_row: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
     ) -> None:
-        """Note columns whose texts are in the messages too, and columns where added nulls would be rendered."""
+        """Note columns whose texts are in the messages too, and columns where nulls that Arrow added would be rendered.
+
+        Args:
+            raw_row: The columns of the row, with these nulls.
+            row: The columns without them.
+            conversation: The conversation of `row`.
+            text: The rendered conversation.
+        """
         messages = conversation.messages
         if isinstance(conversation, FormattedRow):
             messages = messages[1:]  # the first message of a `FormattedRow` is the row itself
         message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(messages, {})}
         columns = {name: value.strip() for name, value in row.items() if isinstance(value, str)}
-        # A shorter value may be in the text by chance.
+        # A value shorter than that may be in the text by chance.
         long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
         self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
         changed = [name for name in self.structs if raw_row.get(name) != row.get(name)]
@@ -233,6 +244,7 @@ class _Proof:
             return False
         # A template may change a text to capital letters, and the marks in it. Marks are written in small letters
         counts = Counter(mark.lower() for mark in MARK.findall(rendered)) + Counter(NUMBER.findall(rendered))
+        # (index of the message, text) of the marks that were found
         texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
         for mark, (leaf, value) in marks.items():
             state = "kept"
@@ -258,7 +270,7 @@ class _Proof:
             changed = copy_texts(conversation)
             leaf = _constants(changed)[i]
             value = leaf.holder[leaf.key]
-            leaf.holder[leaf.key] = "zq0x" if value is None else not value
+            leaf.holder[leaf.key] = NO_NULL if value is None else not value
             rendered = self.rendering.text_or_none(changed)
             if rendered is not None:
                 self.states[leaf.kind]["left out" if rendered == text else "kept"] += 1
@@ -273,7 +285,7 @@ class _Proof:
         if leaf.kind.role != "assistant" or self.rendering.per_turn:
             return "left out"
         # A conversation may have thousands of turns, so only the first texts of a kind are rendered up to their turn.
-        # The others count like them
+        # The others count like them, as "left out" if any of them is
         if states["left out"] + states["left out later"] >= MAX_TRIED_PER_KIND:
             return "left out" if states["left out"] else "left out later"
         up_to_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
@@ -285,13 +297,14 @@ class _Proof:
         messages = conversation.messages
         arguments = conversation.arguments
         if isinstance(conversation, FormattedRow):
-            self.num_with_bos += bool(self.bos) and text.startswith(self.bos)
-            self._note_badly_written_values(list(messages[0].items()), text)
+            if self.bos and text.startswith(self.bos):
+                self.num_with_bos += 1
+            self._note_badly_written_values(list(messages[0].items()), text)  # its first message is the row itself
             return
         for role in {message["role"] for message in messages} - {*KNOWN_ROLES}:
-            renamed = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
+            renamed = [message | {"role": UNKNOWN_ROLE} if message["role"] == role else message for message in messages]
             renamed_text = self.rendering.text_or_none(replace(conversation, messages=renamed))
-            if renamed_text is not None and renamed_text != text and renamed_text.replace(UNKNOWN, role) == text:
+            if renamed_text is not None and renamed_text != text and renamed_text.replace(UNKNOWN_ROLE, role) == text:
                 self.unknown_roles.add(role)
         values = [("content", message.get("content")) for message in messages]
         calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
@@ -316,14 +329,20 @@ class _Proof:
         for path, value in values[:MAX_TRIED_PER_ROW] + values[-MAX_TRIED_PER_ROW:]:
             if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
                 self.python_paths.add(path)
-            if path == "tool_calls" and isinstance(value, str) and '"' in value and json.dumps(value)[1:-1] in text:
-                self.escaped_paths.add(path)
+            if path == "tool_calls" and isinstance(value, str) and '"' in value:
+                escaped = json.dumps(value)[1:-1]  # the text of JSON between its quotes
+                if escaped in text:
+                    self.escaped_paths.add(path)
 
     # Findings
 
-    def _kinds(self, path: str, role: str | None = None) -> set[Kind]:
+    def _kinds_with_path(self, path: str, role: str | None = None) -> set[Kind]:
         """Return the kinds of the dataset with a path and a role; with any role if it is None."""
-        return {kind for kind in self.row_kinds.kinds if kind.path == path and role in (None, kind.role)}
+        return {kind for kind in self.kinds if kind.path == path and role in (None, kind.role)}
+
+    def _kinds_below(self, *beginnings: str) -> set[Kind]:
+        """Return the kinds of the dataset whose path begins in one of these ways."""
+        return {kind for kind in self.kinds if kind.path.startswith(beginnings)}
 
     def _yield_finding(
         self, predicate: str, kinds: Collection[Kind] | None, *, without: Collection[Kind] = (), **fields: Any
@@ -338,9 +357,9 @@ class _Proof:
         """Yield a finding for everything that is missing from the tokens, repeated or changed."""
         # Only the first rows of a stream are known, so a stream is not judged.
         if self.rendering.needs_assistant and not self.row_kinds.is_of_stream:
-            # A kind with an empty path says that the row has a message of this role. Rows with `prompt` or
-            # `conversations` are not judged here.
-            assistant_kinds = {kind for kind in self.row_kinds.kinds if not kind.path and kind.role == "assistant"}
+            # A kind with an empty path says that the row has a message of this role (`KindReader`). Rows with `prompt`
+            # or `conversations` are not judged here.
+            assistant_kinds = {kind for kind in self.kinds if not kind.path and kind.role == "assistant"}
             yield from self._yield_finding(
                 "have no assistant message, and `assistant_only_loss=True` was given",
                 None,
@@ -356,7 +375,7 @@ class _Proof:
         for path in sorted(self.python_paths):
             yield from self._yield_finding(
                 f"have `{path}` that {self.rendering.name} writes as Python writes a list or a dictionary",
-                {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
+                self._kinds_below(path),
                 cause="The model would learn Python's quotes in place of JSON.",
                 remedy="Give it as text (`json.dumps`), or set `chat_template_path` to a template that reads it.",
                 severity="error" if self.rendering.formatting_func is None else "warning",
@@ -364,43 +383,45 @@ class _Proof:
         for path in sorted(self.escaped_paths):
             yield from self._yield_finding(
                 f"have `{path}` whose `arguments` are a text of JSON, which the chat template writes as a text in JSON",
-                {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
+                self._kinds_below(path),
                 cause='The model would learn `{\\"city\\": ...}` with a backslash before each quote.',
                 remedy="Give `arguments` as a dictionary (`json.loads`).",
             )
         for role in sorted(self.unknown_roles):
             yield from self._yield_finding(
                 f"have the role `{role}`, which the chat template renders as it renders any unknown role",
-                self._kinds("", role),
+                self._kinds_with_path("", role),
                 cause="The model would be trained on turns that it never sees.",
                 remedy="Rename the role, or set `chat_template_path` to a template that knows it.",
             )
         for name in sorted(self.null_columns):
             yield from self._yield_finding(
                 f"have keys in `{name}` that are None only because other rows have them; they are taken out",
-                self._kinds(f"{NULL_IN}{name}"),
+                self._kinds_with_path(f"{NULL_IN}{name}"),
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
                 severity="mended",
             )
-        # transformers does not sanitise if it also returns the mask of the assistant's tokens. `per_turn` needs no mask
+        # transformers removes control tokens from texts ("sanitises" them) only if it returns no mask of the
+        # assistant's tokens, and `per_turn` needs no mask
+        per_turn = " and set `per_turn=True`" if self.rendering.trains_assistant and not self.rendering.per_turn else ""
         needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
         yield from self._yield_finding(
             "have texts with control tokens of the tokenizer",
-            {kind for kind in self.row_kinds.kinds if kind.path == CONTROL},
+            self._kinds_with_path(CONTROL),
             cause="They become the tokens that the chat template writes itself, so a text can end a turn or begin one.",
-            remedy=f"Remove the tokens, or {needed}give these rows `{SANITISED}` in a column `chat_template_kwargs`"
-            + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
+            remedy=f"Remove the tokens, or {needed}give these rows `{SANITISED}` in a column "
+            f"`chat_template_kwargs`{per_turn}.",
         )
         all_begin_with_bos = self.num_with_bos > 0 and self.num_with_bos == self.num_rendered
         yield from self._yield_finding(
             "have texts that begin with BOS",
-            None if all_begin_with_bos else self._kinds(BEGINS_WITH_BOS),
+            None if all_begin_with_bos else self._kinds_with_path(BEGINS_WITH_BOS),
             cause="The tokenizer adds BOS, too, so these documents begin with two.",
             remedy="Remove it from the texts, or give the messages themselves.",
         )
         yield from self._yield_finding(
             "have the roles `human` or `gpt` in `conversations`, which are renamed to `user` and `assistant`",
-            self._kinds(RENAMED_ROLE),
+            self._kinds_with_path(RENAMED_ROLE),
             severity="mended",
         )
         yield from self._unread_findings()
@@ -417,7 +438,7 @@ class _Proof:
         for (path, role), group in groups.items():
             where = f"have `{path}`" + (f" in messages of the role `{role}`" if role else "")
             lost = {kind: states for kind, states in group.items() if states["left out"] or states["left out later"]}
-            if not role and self.rendering.formatting_func is not None:  # `path` is a column
+            if not role and self.rendering.formatting_func is not None:  # only the message of all columns has no role
                 yield from self._unread_column(path, lost)
                 continue
             predicate = f"{where}, which {self.rendering.name} leaves out"
@@ -465,12 +486,12 @@ class _Proof:
 
     def _media_findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield findings of images, videos and sounds in messages that are not read."""
-        for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.is_medium}):
+        for path in sorted({kind.path for kind in self.kinds if kind.is_medium}):
             name = path.partition(" ")[0]  # the path is "image in content" or "image in message", for example
             if not (has_images and name.startswith("image")):
                 yield from self._yield_finding(
                     f"have `{name}` in their messages, and no column of images",
-                    self._kinds(path),
+                    self._kinds_with_path(path),
                     cause="Nothing of it would be trained but placeholders.",
                     remedy="Give the images of each row in a column `images`, and a part "
                     '`{"type": "image"}` in `content` where each belongs; or remove it from the messages.',
@@ -480,7 +501,7 @@ class _Proof:
         outcome = f"`{PLACEHOLDER}` would be trained as a text"
         yield from self._yield_finding(
             f"have images, and messages whose `content` is a text with `{PLACEHOLDER}`, as LLaVA writes it",
-            self._kinds(PLACED),
+            self._kinds_with_path(PLACEHOLDER_FOUND),
             cause="TRL puts a placeholder for each image before the text of the first user message, so "
             + ("the processor would look for more images than there are." if is_image_token else f"{outcome}."),
             remedy=f"Remove `{PLACEHOLDER}` from the texts, or write `content` as a list of parts with "
@@ -491,15 +512,15 @@ class _Proof:
     def _train_key_findings(self) -> Iterator[Finding]:
         """Yield findings of keys that exclude messages from training, but are not read.
 
-        There are three cases: `assistant_only_loss=False`, where no key is read; a key other than `message_train_key`,
-        which says 0; and a key that is neither 0 nor 1. The paths of these kinds are "KEY=0" and "KEY=number".
+        There are three cases: `assistant_only_loss=False`, where no key is read; a key with the value 0 that is not
+        `message_train_key`; and a key that is neither 0 nor 1. The paths of these kinds are "KEY=0" and "KEY=number".
         """
         train_key = self.rendering.train_key
+        if not train_key:
+            return
         is_read = self.rendering.trains_assistant
-        train_key_kinds = {kind for kind in self.row_kinds.kinds if kind.path.startswith(f"{train_key}=")}
-        for path in sorted(
-            {kind.path for kind in self.row_kinds.kinds if kind.path.endswith("=0")} if train_key else ()
-        ):
+        train_key_kinds = self._kinds_below(f"{train_key}=")
+        for path in sorted({kind.path for kind in self.kinds if kind.path.endswith("=0")}):
             key = path.removesuffix("=0")
             if key == train_key and is_read:
                 continue
@@ -510,17 +531,17 @@ class _Proof:
                 remedy = f"`assistant_only_loss=True` and {remedy}, which trains the assistant's messages without them"
             yield from self._yield_finding(
                 f"have messages with `{key}` 0, which is not read",
-                self._kinds(path, "assistant" if is_read else None),
+                self._kinds_with_path(path, "assistant" if is_read else None),
                 without=() if key == train_key else train_key_kinds,
                 cause=f"They would be trained: {cause}.",
                 remedy=f"Set {remedy}, or `message_train_key=None` if the key means something else.",
                 severity="error" if key in (train_key, *TRAIN_KEYS) else "note",
             )
-        for key in TRAIN_KEYS if train_key else ():
+        for key in TRAIN_KEYS:
             if not (key == train_key and is_read):  # such a row is refused when samples are made
                 yield from self._yield_finding(
                     f"have messages with a `{key}` that is neither 0 nor 1, which is not read",
-                    self._kinds(f"{key}=number", "assistant" if is_read else None),
+                    self._kinds_with_path(f"{key}=number", "assistant" if is_read else None),
                     cause="These messages are trained as all others: a message is trained or it is not.",
                     remedy=f"Set `{key}` to 0 or 1, give whole rows a weight (`weight_column`), or set "
                     "`message_train_key=None` if the key means something else.",
@@ -533,17 +554,17 @@ class _Proof:
         for name in sorted(self.unread_arguments):
             yield from self._yield_finding(
                 f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",
-                {kind for kind in self.row_kinds.kinds if kind.path.startswith((name, f"chat_template_kwargs.{name}"))},
+                self._kinds_below(name, f"chat_template_kwargs.{name}"),
                 remedy="Correct its name, or remove it.",
             )
-        for path in sorted(
-            {kind.path for kind in self.row_kinds.kinds if kind.path.startswith((UNREAD_COLUMN, LABEL))}
-        ):
+        for path in sorted({kind.path for kind in self._kinds_below(UNREAD_COLUMN, LABEL)}):
             if path.startswith(UNREAD_COLUMN):
-                yield from self._unread_column(path.removeprefix(UNREAD_COLUMN), self._kinds(path))
+                yield from self._unread_column(path.removeprefix(UNREAD_COLUMN), self._kinds_with_path(path))
             else:
                 name = path.removeprefix(LABEL)
-                yield from self._yield_finding(f"have `{name}` in messages", self._kinds(path), severity="note")
+                yield from self._yield_finding(
+                    f"have `{name}` in messages", self._kinds_with_path(path), severity="note"
+                )
 
     def _unread_column(self, name: str, kinds: Collection[Kind]) -> Iterator[Finding]:
         """Yield the finding of a column that is not read, a warning if other libraries render such a column."""
@@ -588,5 +609,5 @@ def _constants(conversation: Conversation) -> list[Leaf]:
 
 
 def _is_thought(path: str) -> bool:
-    """Return whether a path, as in `Kind`, leads to thoughts: by a key of their own, or in a text before `</think>`."""
+    """Return whether a path, as in `Kind`, leads to thoughts: by a key, or as in "content before </think>"."""
     return path in THOUGHTS or "think" in path

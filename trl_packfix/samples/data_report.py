@@ -24,7 +24,7 @@ class Finding:
         cause: Why the tokens differ, as a sentence; may be empty.
         remedy: What the user can set or change, as a sentence; may be empty.
         example: The beginning of a text that is missing; may be empty.
-        severity: "error" if training is refused, "warning", "mended" if the data was corrected, or "note".
+        severity: "error" if training is refused, "warning", "mended" if this package corrects the rows, or "note".
     """
 
     what: str
@@ -105,10 +105,16 @@ class DataReport:
         rows = f"{'the first ' if self.of_stream else ''}{count_of(self.num_rows, 'row')}"
         counts = f"{count_of(self.num_kinds, 'kind')} of texts, {count_of(self.num_rendered, 'row')} rendered"
         counts += f"; {count_of(self.num_untried, 'kind')} not tried" if self.num_untried else ""
+        # Some kinds may be untried, of which `counts` tells the number
         is_proved = self.complete and self.num_rendered and self.num_untried < self.num_kinds
-        text = f"every text of {rows} is in the tokens once ({counts})" if is_proved else f"{rows} ({counts})"
-        text = text if self.num_kinds else f"{rows} of plain text"
-        return "; ".join([text, *(_clause(finding) for finding in self.findings)])
+        if not self.num_kinds:
+            text = f"{rows} of plain text"
+        elif is_proved:
+            text = f"every text of {rows} is in the tokens once ({counts})"
+        else:
+            text = f"{rows} ({counts})"
+        clauses = [f"{count_of(finding.num_rows, 'row')} {finding.predicate}" for finding in self.findings]
+        return "; ".join([text, *clauses])
 
     def message(self, finding: Finding) -> str:
         """Return a finding as sentences: which rows have it, its cause, and what the user can do."""
@@ -125,8 +131,9 @@ class DataReport:
         """Refuse data that would be trained wrongly.
 
         Raises:
-            ValueError: If a finding is an error: images, all turns of one role or the marks of turns that are not to be
-                trained are ignored, or the text has lists or dictionaries as Python prints them.
+            ValueError: If a finding is an error. `data_proof.py` decides which are: images, all turns of one role or
+            the
+                weights of turns are ignored, or the text has lists or dictionaries as Python prints them.
         """
         error = next((finding for finding in self.findings if finding.severity == "error"), None)
         if error is not None:
@@ -136,8 +143,3 @@ class DataReport:
         """Log a warning for each finding that is not a note."""
         for finding in self._findings_to_show:
             logger.warning("%s", self.message(finding))
-
-
-def _clause(finding: Finding) -> str:
-    """Return the number of rows and the predicate of a finding, for example "2 rows have ..." or "1 row has ..."."""
-    return f"{count_of(finding.num_rows, 'row')} {finding.predicate}"

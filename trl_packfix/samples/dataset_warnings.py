@@ -1,5 +1,6 @@
-"""Warn about samples whose trained turns teach the wrong thing, and show repeated warnings of TRL once.
+"""Warn if trained turns do not end, or if `per_turn` only repeats tokens, and show repeated warnings of TRL once.
 
+With `per_turn` each assistant turn of a conversation is a sample, with its history, as generation sees it.
 `make_samples.py` calls these functions with the samples that it made: rows with `input_ids` and `labels`. A token is
 trained if its label is not -100.
 """
@@ -46,7 +47,9 @@ def warn_if_turns_do_not_end(
             "`%s=True` was given, and the chat template renders assistant turns of the %s dataset without an "
             "end-of-turn token: one ends in %r. The model would not learn to stop. Set `chat_template_path` "
             "to a template that ends every turn, such as TRL's training template for this model.",
-            *(setting, name, end),
+            setting,
+            name,
+            end,
         )
 
 
@@ -74,7 +77,7 @@ def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
     Then the template strips nothing from earlier turns, and `per_turn` only makes the data longer.
     """
     rows = read_integer_column(samples, ROW_COLUMN)  # for each sample the index of its conversation, in rising order
-    rows = rows[: np.searchsorted(rows, NUM_COMPARED)]
+    rows = rows[: np.searchsorted(rows, NUM_COMPARED)]  # samples of the rows 0 to 99
     # Samples with images have another column of tokens
     column = "input_ids" if "input_ids" in samples.column_names else "tokens"
     lists = samples.select_columns(column).select(range(len(rows))).with_format("arrow")[:][column]
@@ -93,7 +96,9 @@ def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
             "the first %d conversations of the %s dataset. Their samples have %.1f times the tokens of the "
             "conversations and train the same answers. Set `per_turn=False` and `assistant_only_loss=True`, if all "
             "conversations are like this.",
-            *(len(length_of_row), name, sum(map(len, tokens)) / sum(length_of_row.values())),
+            len(length_of_row),
+            name,
+            sum(map(len, tokens)) / sum(length_of_row.values()),
         )
 
 
@@ -116,7 +121,7 @@ class RepeatedMessages(logging.Filter):
         trl_logger.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a warning is the first of its kind, and count it."""
+        """Return whether a message, of any level, is the first of its kind, and count it."""
         kind = record.getMessage()[:KIND_LENGTH]
         self.counts[kind] += 1
         return self.counts[kind] == 1

@@ -23,9 +23,13 @@ class ImageSupport:
     """The methods that support rows with images, as they are without the folder `features/images`."""
 
     def with_named_images(self, dataset: T, name: str) -> T:
-        """Return a dataset with a column `images`, if its messages have paths of image files.
+        """Return a dataset with a column `images`, if its messages have paths of images; any other object as it is.
 
-        Any other object is returned as it is.
+        Without the folder every dataset is returned as it is.
+
+        Args:
+            dataset: The dataset, or any object that the user gives in its place.
+            name: The dataset's name in messages.
         """
         return dataset
 
@@ -41,7 +45,7 @@ class ImageSupport:
             ValueError: If the dataset has images, and the folder is missing.
         """
         if has_images(dataset):
-            _refuse_images(dataset, "packs its rows. Set `packing=False`")
+            _refuse_images(dataset, "packs its rows", remedy="Set `packing=False`")
         return None
 
     def read_table(self, dataset: Any, processor: Any, args: Any) -> Any:
@@ -50,7 +54,7 @@ class ImageSupport:
         Raises:
             ValueError: If the folder is missing.
         """
-        _refuse_images(dataset, "measures its rows. Remove the column if the text alone is to be trained")
+        _refuse_images(dataset, "measures its rows", remedy="Remove the column if the text alone is to be trained")
 
     def masking_collator(self, collate: Callable[..., Any], rule: Any) -> Callable[..., Any]:
         """Return a collator of rows with images that trains only the assistant turns that a rule selects.
@@ -73,12 +77,18 @@ class ImageSupport:
         return None
 
 
-def _refuse_images(dataset: object, what_it_does_and_remedy: str) -> NoReturn:
-    """Raise ValueError for a dataset with images: it needs the missing folder, which does what is given in words."""
+def _refuse_images(dataset: object, purpose: str, *, remedy: str) -> NoReturn:
+    """Raise ValueError for a dataset with images, which needs the missing folder.
+
+    Args:
+        dataset: The dataset.
+        purpose: What the folder does, for the message.
+        remedy: What to set in place of installing the folder.
+    """
     (column, *_) = [name for name in columns_of(dataset) if name in IMAGES]
     raise ValueError(
         f"A dataset with the column `{column}` was given, and this installation of trl_packfix is without its folder "
-        f"`features/images`, which {what_it_does_and_remedy}, or install trl_packfix anew."
+        f"`features/images`, which {purpose}. {remedy}, or install trl_packfix anew."
     )
 
 

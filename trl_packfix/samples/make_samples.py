@@ -1,9 +1,9 @@
 """Make the samples of a whole dataset: apply a recipe to the rows of a table or a stream.
 
-The trainer's preparation calls `make_samples` with a dataset of texts or conversations, and packs the samples that
-come out: rows with tokens and labels. A recipe of `recipes.py` makes one or several samples of a row. A row is bad if
-the recipe can make no sample of it. With `bad_rows="raise"` bad rows are refused, and with "drop" they are counted and
-dropped. A table is a `datasets.Dataset`, a stream an `IterableDataset`.
+The trainer's preparation calls `make_samples` with a dataset of texts or conversations. Out come samples, rows with
+tokens and labels, which the trainer packs later. A recipe of `recipes.py` makes one or several samples of a row. A row
+is bad if the recipe can make no sample of it. With `bad_rows="raise"` bad rows are refused, and with "drop" they are
+counted and dropped. A table is a `datasets.Dataset`, a stream an `IterableDataset`.
 """
 
 import logging
@@ -95,8 +95,9 @@ def make_samples(
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
     if formatting_func is None:
         check_chat_template(dataset, name, tokenizer)
-    with dataset_warnings.RepeatedMessages() as repeats:
+    with dataset_warnings.RepeatedMessages() as repeats:  # shows only the first of TRL's warnings that begin alike
         recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
+        # Refuse the dataset if texts of its rows would be missing from the tokens
         data = prove_or_refuse(dataset, name, args=args, tokenizer=tokenizer, formatting_func=formatting_func)
         users_code = hash_modules_of(formatting_func, tokenizer)
         prepared = _apply_recipe(
@@ -131,13 +132,15 @@ def _apply_recipe(
     drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     copied = [column for column in columns if column not in consumed]
+    # `structs`: features of the columns whose dictionaries have keys that Arrow added
     kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
     # `setting`: the config field by which a recipe trains assistant turns only; "" for a recipe that trains others, too
     checks_turn_ends = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": dataset_warnings.RepeatedMessages()}
-        # Without known columns, later rows of a stream may have columns that its first row does not have
+        # If a stream does not know its columns, its first row may lack columns of later rows. So all columns that the
+        # recipe may consume are removed
         consumed = consumed if dataset.column_names is not None else [*recipe.consumes]
         stream = dataset.map(_columns_of_stream, batch_size=1, remove_columns=consumed, fn_kwargs=kwargs, **settings)
         if checks_turn_ends:
@@ -150,6 +153,7 @@ def _apply_recipe(
     kwargs["repeated"] = copied if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
+            # `datasets` reuses cached samples only while the hashes of the code are the same
             HashedMapFunction(columns_of_batch, users_code=users_code),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
             features=Features({column: dataset.features[column] for column in copied} | TOKEN_FEATURES | bookkeeping),
@@ -224,9 +228,10 @@ def columns_of_batch(
         except Exception as error:
             samples = [Sample({}, reason=explain_bad_row(row, error, recipe.text_field))]
         for sample in samples:
-            # A bad sample has no columns, and gets those of a bad row
+            # A bad sample has no columns, and gets the empty ones of a bad row
             sample_columns = {BAD_ROW_COLUMN: sample.reason, **recipe.bad, **sample.columns}
-            sample_columns |= zip(bookkeeping, (row_index, sample.turn, *astuple(sample.counts)), strict=False)
+            if bookkeeping:
+                sample_columns |= zip(bookkeeping, (row_index, sample.turn, *astuple(sample.counts)), strict=True)
             sample_columns |= {name: row[name] for name in repeated}
             for name, column in columns.items():
                 column.append(sample_columns[name])
@@ -286,7 +291,7 @@ def count_turns(
         samples=int((~bad & trains_turn).sum()),
         without_turn=int((~bad & ~trains_turn).sum()),
         bad=int(bad.sum()),
-        left_out=turn_counts.context + turn_counts.earlier,
+        left_out=turn_counts.context + turn_counts.earlier,  # turns with the weight 0, and turns before the last one
     )
     if counts.bad:
         # Several turns of a row may be bad: the reason of its first bad turn is shown
@@ -315,7 +320,7 @@ def count_turns(
             f"message of the role `assistant` to train (roles of row 0: {', '.join(roles)}). Each assistant turn makes "
             "one sample, so there would be none. Rename the role, or set `per_turn=False`."
         )
-    if is_split and args.process_index == 0 and not args.disable_tqdm:
+    if is_split and args.process_index == 0 and not args.disable_tqdm:  # printed between progress bars, and as they are
         print(f"Conversations of the {name} dataset: {counts.line()}", file=sys.stderr)
     return counts
 

@@ -1,9 +1,9 @@
 """Put marks into the texts of a row, and find the texts whose marks are missing from the rendered row.
 
-`data_proof.py` counts by marks which texts a dataset loses, and `trl-packfix show` shows by them where a row would have
-a lost text. A mark is a short word that no text has, inserted into a text, or a rare number in place of a number. A
-`Leaf` (`text_kinds.py`) is one text or number of a row, with the list or dictionary that holds it, and its kind: its
-path and the role of its message.
+`data_proof.py` counts which marks, and so which texts, a dataset loses. `trl-packfix show` prints a lost text at the
+place in the row that its mark would have. A mark is a short word that no text has, inserted into a text, or a rare
+number in place of a number. A `Leaf` (`text_kinds.py`) is one text or number of a row, with the list or dictionary that
+holds it, and its kind: its path and the role of its message.
 """
 
 import re
@@ -31,17 +31,18 @@ def with_marks(conversation: Conversation, only: int | None = None) -> tuple[Con
 
     Args:
         conversation: The conversation, which is not changed.
-        only: Index of the one text to mark; None marks all.
+        only: Index of the one text to mark, among the texts of the conversation in order; None marks all.
     """
     marked = copy_texts(conversation)
     marks: Marks = {}
     texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if leaf.kind.is_text]
     for i, leaf in enumerate(texts):
         value = leaf.holder[leaf.key]
-        # Constants cannot be marked. A thought inside a content is marked below, with the content
+        # Booleans and nulls (`CONSTANT`) cannot be marked. "content before </think>", a thought inside a content, is
+        # marked below, with the content
         if leaf.kind.path.endswith(("</think>", CONSTANT)) or only not in (None, i):
             continue
-        if isinstance(value, int | float):
+        if isinstance(value, int | float):  # and no boolean, see above
             mark = str(97_000_000_000 + len(marks)) + (".5" if isinstance(value, float) else "")
             leaf.holder[leaf.key] = type(value)(mark)
             marks[mark] = leaf, value
@@ -50,7 +51,7 @@ def with_marks(conversation: Conversation, only: int | None = None) -> tuple[Con
         for k in range(0, len(pieces), 2):
             if not pieces[k].strip():
                 continue
-            ends_in_tag = pieces[k + 1 : k + 2] == ["</think>"]
+            ends_in_tag = k + 1 < len(pieces) and pieces[k + 1] == "</think>"
             kind = leaf.kind
             if ends_in_tag and kind.path.startswith("content"):
                 kind = kind._replace(path=f"{kind.path} before </think>")
@@ -94,11 +95,11 @@ def find_omissions(
     Args:
         row: The columns of the row by name.
         rendering: How the row becomes text.
-        features: Features of the row's dataset; None if they are not known.
+        features: Features of the row's dataset, by which nulls that Arrow added are found; None if they are not known.
 
     Returns:
         The rendered text, and for each missing text a position in the rendered text, in characters, with a description.
-        There are none if the marks change more of the rendered text than themselves.
+        If the marked row is rendered differently beyond its marks, nothing is known of them, and the list is empty.
 
     Raises:
         Exception: If the row cannot be rendered.
@@ -110,6 +111,7 @@ def find_omissions(
     if rendered is None or without_marks(rendered, marks) != text:
         return text, []
     matches = [*MARK.finditer(rendered), *NUMBER.finditer(rendered)]
+    # In small letters, as marks are written: a template may change texts to capital letters
     positions = {match[0].lower(): len(without_marks(rendered[: match.start()], marks)) for match in matches}
     return text, list(_omissions(marks, positions, text))
 
@@ -117,8 +119,8 @@ def find_omissions(
 def _omissions(marks: Marks, positions: dict[str, int], text: str) -> Iterator[tuple[int, str]]:
     """Yield a position in `text`, and a description, of each text whose mark has no position.
 
-    The position is where the first text of the same message that is rendered begins. If no text of the message is
-    rendered, it is behind the rendered text before it, or 0.
+    The position is that of the first mark of the same message. If no text of the message is rendered, it is the end of
+    the last rendered text before it, or 0.
 
     Args:
         marks: The marks of all texts, in the order of the conversation.
@@ -134,9 +136,10 @@ def _omissions(marks: Marks, positions: dict[str, int], text: str) -> Iterator[t
     for mark, (leaf, value) in marks.items():
         if mark in positions:
             stripped = str(value).strip()
+            # The mark is inside its text, so the text begins before it
             start = text.find(stripped, max(0, positions[mark] - len(str(value))))
             end = positions[mark] if start < 0 else start + len(stripped)
-        elif (leaf.message, value) not in texts_found:  # a thought may have several names
+        elif (leaf.message, value) not in texts_found:  # a thought may have several keys
             role = f" of {leaf.kind.role}" if leaf.kind.role else ""
             example = shorten(str(value), NUM_SHOWN, placeholder=" ...")
             yield first_in_message.get(leaf.message, end), f"`{leaf.kind.path}`{role}: {example}"

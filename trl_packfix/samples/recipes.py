@@ -7,9 +7,9 @@ stream:
     MaskedTurns  makes one sample of a conversation, and trains its assistant turns only (`assistant_only_loss`)
     EachTurn     makes one sample per assistant turn, rendered as if this turn were the last (`per_turn`)
 
-A sample becomes one document of a pack. A token is trained if its label is not -100. A row is bad if no sample can be
-made of it. Recipes raise an error for a bad row. If only one turn of a row is bad, its sample has a `reason` in place
-of tokens.
+A sample becomes one document of a pack. A token is trained if its label is not -100. A row may have texts in several
+columns; `texts.py` decides which of them are tokenised. A row is bad if no sample can be made of it. Recipes raise an
+error for a bad row. If only one turn of a row is bad, its sample has a `reason` in place of tokens.
 """
 
 import copy
@@ -76,7 +76,7 @@ class RecordedMaps:
 
     row: Row
     steps: tuple[Step, ...] = ()
-    column_names = None  # unknown before the row is read, as for a stream
+    column_names: ClassVar[None] = None  # TRL reads the first row to know the columns, as for a stream
 
     def map(
         self,
@@ -124,8 +124,10 @@ class WholeRows(Recipe):
         return WholeRows, tuple(getattr(self, name) for name in names)
 
     def samples(self, row: Row, row_index: int) -> list[Sample]:
-        columns = text_columns(row, self.text_field)
+        columns = text_columns(row, self.text_field)  # names of the columns that are tokenised
+        # A function of the user may read all columns. TRL would prefer texts in columns that are not tokenised
         row = with_one_text(row, self.text_field) if self.formatting_func is None else dict(row)
+        # Of a prompt and a completion, the completion decides
         has_messages = bool(columns) and isinstance(row[columns[-1]], list)
         form = (columns, has_messages)
         if form not in self._steps:
@@ -137,7 +139,7 @@ class WholeRows(Recipe):
         """Record the steps that TRL chooses for a row, and raise an error if they fail on this row."""
         recorded = RecordedMaps(row)
         if self.formatting_func is None:
-            recorded = recorded.map(with_chat_roles)
+            recorded = recorded.map(with_chat_roles)  # renames the roles `human` and `gpt` of `conversations`
         trainer = SimpleNamespace(  # the attributes that TRL's method reads from its trainer
             _tokenizer=plain_tokenizer(self.tokenizer), chat_template=None, completion_only_loss=self.completion_only
         )
@@ -149,7 +151,15 @@ class WholeRows(Recipe):
             dataset_num_proc=None,
             use_liger_kernel=False,  # if it is True, TRL below 1.15 selects columns of the dataset
         )
-        recorded = prepare_by_trl(trainer, recorded, self.tokenizer, settings, False, self.formatting_func, "")
+        recorded = prepare_by_trl(
+            trainer,
+            recorded,
+            self.tokenizer,
+            settings,
+            packing=False,
+            formatting_func=self.formatting_func,
+            dataset_name="",
+        )
         # Try the steps now: for a bad row TRL may choose wrong steps, which must not be used for other rows of its form
         next(iter(recorded))
         return recorded.steps
@@ -169,9 +179,9 @@ class MaskedTurns(Recipe):
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.num_prompt if self.completion_only else 0
-        selection = self.rule.select_turn(replace(conversation, num_prompt=num_prompt))
+        selection = self.rule.select_turns(replace(conversation, num_prompt=num_prompt))
         tokens, mask = self.rule.tokens_and_mask(selection, self.tokenizer)
-        # Without a trained token the row is bad, unless all its turns are excluded on purpose
+        # Without a trained token the row is bad, unless it has turns, and the rule excludes all of them
         if 1 not in mask and (selection.trained or not selection.counts.turns):
             raise UnknownTurnError(
                 "no assistant tokens under the chat template (see its `{% generation %}` markers, "
@@ -205,7 +215,7 @@ class EachTurn(Recipe):
                 self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
             return Sample.from_tokens(tokens, labels)
 
-        selection = self.rule.select_turn(Conversation.from_row(row))
+        selection = self.rule.select_turns(Conversation.from_row(row))
         return samples_of_turns(selection, make_turn_sample, row)
 
 
@@ -255,7 +265,8 @@ def recipe_of(
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
         return MaskedTurns(TurnRule.from_args(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:
-        check_conversations(dataset, name)  # a dataset that is passed to `evaluate` was not checked before
+        # The trainer has checked the datasets that it was made with, but not one that is passed to `evaluate`
+        check_conversations(dataset, name)
         if has_images(dataset):
             raise ValueError(
                 f"`per_turn=True` was given, and the {name} dataset has the columns {columns_of(dataset)}, with "
@@ -275,7 +286,7 @@ def recipe_of(
             problems.append((row_index, explain_bad_row(row, error, recipe.text_field)))
         else:
             return recipe
-    raise_bad_rows(name, problems[:MAX_ROWS_NAMED], len(problems), total=len(problems))
+    raise_bad_rows(name, problems[:MAX_ROWS_NAMED], len(problems), total=len(problems))  # raises a ValueError
 
 
 def training_template(processing_class: Tokenizer) -> str | None:

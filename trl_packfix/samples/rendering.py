@@ -1,8 +1,8 @@
-"""Render rows as text exactly as training does, for the proof of the data (`data_proof.py`).
+"""Render rows as text exactly as training does, to prove that all texts of a dataset are trained (`data_proof.py`).
 
 A `Rendering` has the settings of a trainer that decide how a row becomes text: the chat template, or the user's
-`formatting_func`. It reads a row as a `Conversation`, whose texts can be replaced by marked ones (`marks.py`), and
-renders the conversation.
+`formatting_func`. It reads a row as a `Conversation`, and renders the conversation. `marks.py` puts marks into the
+texts of a conversation, which are then looked for in the rendered text.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ FormattingFunction: TypeAlias = Callable[[dict[str, Any]], str]
 class FormattedRow(Conversation):
     """A row whose text is made by a function of the user.
 
-    Its first message has all columns but the column of messages, and the messages of this column follow
-    (`messages_of_columns`).
+    All its columns are held as messages, so that `marks.py` can mark them: the first message has the other columns of
+    the row as keys, and the messages of its column of messages follow (`messages_of_columns`).
     """
 
     messages_column: str  # name of the column of messages; empty if the row has none
@@ -56,6 +56,7 @@ class Rendering:
         """Read the settings from the config of the trainer."""
         return cls(
             tokenizer,
+            # TRL's template with markers, with which the assistant's turns are found
             training_template(tokenizer) if args.assistant_only_loss and formatting_func is None else None,
             args.dataset_text_field,
             args.message_train_key,
@@ -78,7 +79,13 @@ class Rendering:
         """
         if self.formatting_func is not None:
             messages, messages_column = messages_of_columns(row)
-            return FormattedRow(messages, 0, {}, messages_column, self.formatting_func)
+            return FormattedRow(
+                messages,
+                num_prompt=0,
+                arguments={},
+                messages_column=messages_column,
+                formatting_func=self.formatting_func,
+            )
         conversation = Conversation.from_row(row, images_of(row))
         conversation.arguments.pop("sanitize_control_tokens", None)  # it changes tokens, not the text
         if self.chat_template is not None:
@@ -89,7 +96,10 @@ class Rendering:
         return conversation
 
     def text(self, conversation: Conversation) -> str:
-        """Return the text that is tokenised: the samples of the conversation, one after the other."""
+        """Return the text that is tokenised: the samples of the conversation, one after the other.
+
+        With `per_turn`, the sample of a turn is the conversation up to this turn, rendered as if nothing followed.
+        """
         messages = conversation.messages
         turns = conversation.turns if self.per_turn else []
         stops = [turn + 1 for turn in turns] or [len(messages)]

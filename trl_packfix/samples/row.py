@@ -1,4 +1,4 @@
-"""Samples, reasons why rows are bad, and counts of turns: the words that all modules of `samples` share.
+"""Define what all modules of `samples` share: samples, reasons why rows are bad, and counts of turns.
 
 A recipe (`recipes.py`) makes one or several `Sample`s of a row of the user's dataset. A sample has tokens and labels,
 or the reason why there are none: then the row, or the turn, is bad. `make_samples.py` writes samples as columns,
@@ -27,8 +27,8 @@ from datasets import Dataset
 from .texts import NoTextError, text_columns
 
 BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
-# Columns that samples have until their turns are counted: index of the row, index of the turn, and the three fields of
-# `AssistantTurnCounts`
+# Columns that samples have until their turns are counted: index of the row, index of the turn, and `turns`, `context`
+# and `earlier` of `AssistantTurnCounts`
 ROW_COLUMN = "packfix_row"
 TURN_COLUMN = "packfix_turn"
 BOOKKEEPING_COLUMNS = [ROW_COLUMN, TURN_COLUMN, "packfix_turns", "packfix_context", "packfix_earlier"]
@@ -50,7 +50,7 @@ class PerTurnCounts:
         return PerTurnCounts(*map(add, astuple(self), astuple(other)))
 
     def line(self) -> str:
-        """Return the counts as one line for the user.
+        """Return the counts as text for the user, behind "Conversations of the ... dataset: ".
 
         >>> PerTurnCounts(conversations=1200, samples=14054, without_turn=3, bad=0).line()
         '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
@@ -179,13 +179,13 @@ def _find_faults(row: Mapping[str, object], text_field: str) -> Iterator[str]:
         return "None" if value is None else f"of type {type(value).__name__}"
 
     columns = ("messages", "conversations", "prompt", "completion", text_field)
-    tokenised_columns = text_columns(row, text_field) or columns
+    tokenised_columns = text_columns(row, text_field) or columns  # all columns, if none of them can be tokenised
     for column in columns:
         if column not in row or column not in tokenised_columns:
             continue
         value = row[column]
         if isinstance(value, str) and column not in ("messages", "conversations"):
-            continue
+            continue  # a prompt, a completion and the plain text may be text
         if not isinstance(value, list) or column == text_field:
             yield f"`{column}` is {describe_type(value)}"
         elif not value:
@@ -233,7 +233,7 @@ def bad_row_mask(dataset: Dataset) -> npt.NDArray[np.bool_]:
     if BAD_ROW_COLUMN not in dataset.column_names:
         return np.zeros(len(dataset), dtype=bool)
     reasons = dataset.select_columns(BAD_ROW_COLUMN).with_format("arrow")[:][BAD_ROW_COLUMN]
-    return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
+    return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()  # null: rows that were joined without the column
 
 
 # Libraries whose code decides what is cached: tokens, lengths of images, random orders

@@ -1,15 +1,16 @@
 """Read which kinds of texts the rows of a dataset contain, and which rows contain each kind.
 
 A *kind* is the path of a value in a row (`tool_calls[].function.name`), the role of its message, and the place of this
-message in the conversation. A *shape* is the set of all kinds of a row. Datasets have few shapes, so `data_proof.py`
-renders only a few rows of each to find out what happens to all texts. `read_kinds` returns the shapes of all rows as
-`RowKinds`. `leaves` yields each value of one conversation with its kind, as a `Leaf`.
+message in the conversation. Facts about a row are kinds, too (`KindReader` lists them). A *shape* is the set of all
+kinds of a row. Datasets have few shapes, so `data_proof.py` renders only a few rows of each to find out what happens to
+all texts. `read_kinds` returns the shapes of all rows as `RowKinds`. `leaves` yields each value of one conversation
+with its kind, as a `Leaf`.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -27,8 +28,9 @@ from .texts import MESSAGES, text_columns, without_nulls
 
 READ_AT_ONCE = 1000  # rows of a batch in memory
 TEXTS = ("string", "large_string", "string_view")  # types of columns of text
-REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}  # keys of a message that templates compare
-# Keys of calls and tools whose values templates compare
+# Keys of a message whose values templates compare with other values or choose by, so a mark in them would change more
+REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}
+# The same for keys of calls and tools
 SCHEMA = {
     "type",
     "id",
@@ -41,7 +43,7 @@ SCHEMA = {
 CONSTANT = " (true, false or null)"  # end of the path of a boolean or null in a tool or in the arguments of a call
 # Paths of kinds that are facts about a row (`KindReader`)
 CONTROL = "Control token"
-PLACED = "Placeholder"
+PLACEHOLDER_FOUND = "Placeholder"
 BEGINS_WITH_BOS = "BOS"
 RENAMED_ROLE = "Renamed role"
 # Beginnings of paths. The name of a column follows, or the key of a message
@@ -49,8 +51,9 @@ NULL_IN = "Null in "
 UNREAD_COLUMN = "Column "
 LABEL = "label "
 MEDIA = re.compile("image|video|audio")
-THOUGHT = re.compile(r"(</?think>)")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the same text; transformers fills all from one
+THOUGHT = re.compile(r"(</?think>)")  # the tags around a thought in a text; `marks.py` marks the text between them
+# Keys of a message for its thought. transformers copies the one that a message has to the other keys
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 LONGEST_LABEL = 64  # a label, such as an id or a date, has fewer characters
 Location: TypeAlias = tuple[str, Any, Any]  # path of a value, the list or dictionary that holds it, and its key in it
 
@@ -60,11 +63,12 @@ class Kind(NamedTuple):
 
     path: str
     role: str = ""  # role of the message; empty if the value is not in a message
-    place: str = ""  # place of the message: "first", "earlier" than the last message of the user, or "last"
+    # Place of the message: "first", else "earlier" than the last message of the user, else "last"
+    place: str = ""
 
     @property
     def is_text(self) -> bool:
-        """Whether values of this kind are followed: texts, and values of tools and calls.
+        """Whether values of this kind are looked for in the rendered row: texts, and values of tools and calls.
 
         Numbers elsewhere, labels, media, settings and facts about a row are not.
         """
@@ -105,9 +109,11 @@ class KindReader:
         Column NAME     the column has a value that may be text, and is not read
         No form         the row cannot be read
 
+    A kind with an empty path says that the row has a message with this role and place.
+
     Args:
         text_field: Name of the column of plain text.
-        structs: The `struct_columns` of the dataset.
+        structs: Features of the columns whose dictionaries have keys that Arrow added (`texts.struct_columns`).
         control: A pattern of the control tokens of the tokenizer; empty to look for none.
         bos: The BOS token, if the tokenizer adds it to a text; else empty.
         placeholder: The text that stands for an image in a content; empty if the dataset has no images.
@@ -145,6 +151,7 @@ class KindReader:
         messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
         if messages:
             num_prompt = len(row["prompt"]) if "prompt" in columns else 0
+            # With this argument transformers removes control tokens from texts, if its version can
             asks_to_sanitise = (row.get("chat_template_kwargs") or {}).get("sanitize_control_tokens")
             is_sanitised = asks_to_sanitise and sanitises_control_tokens()
             yield from self._kinds_of_messages(messages, num_prompt, "" if is_sanitised else self.control)
@@ -167,11 +174,11 @@ class KindReader:
             num_prompt: How many of them are the prompt.
             pattern: The pattern of control tokens; empty to look for none.
         """
-        control = _compiled(pattern) if pattern else None
+        control = re.compile(pattern) if pattern else None  # from the cache of `re`
         # The fields of kinds: a plain tuple is made faster than a `Kind`, and most messages repeat the same ones
         kinds: set[Any] = set()
         for i, (role, place, message) in enumerate(_with_role_and_place(messages)):
-            kinds.add(("", role, place))  # that there is such a message
+            kinds.add(("", role, place))  # there is such a message, even if it has no text
             for path, holder, key in _locations_in_message(message):
                 value = holder[key]
                 if control is not None and isinstance(value, str) and control.search(value):
@@ -179,7 +186,7 @@ class KindReader:
                 if self.placeholder:
                     is_plain_content = path.startswith("content") and holder is message
                     if is_plain_content and self.placeholder in value:
-                        kinds.add((PLACED, "", ""))
+                        kinds.add((PLACEHOLDER_FOUND, "", ""))
                 # A prompt is not trained, so numbers of its messages, such as `weight=0`, do not matter
                 if i >= num_prompt or "=" not in path:
                     kinds.add((path, role, place))
@@ -258,7 +265,7 @@ def _add_text(message: Message, key: str, locations: list[Location]) -> None:
     """Append the locations of a text of a message to `locations`."""
     text = message[key]
     path = key
-    if key == "content" or "from" in message:
+    if key == "content" or "from" in message:  # a message with `from` has its content in `value`
         path = "content beside tool_calls" if message.get("tool_calls") else "content"
         if "</think>" in text:
             locations.append((f"{path} before </think>", message, key))
@@ -280,7 +287,8 @@ def _add_parts(content: list[Any], locations: list[Location]) -> None:
         media = next((key for key in content_part if MEDIA.search(key) and content_part[key] is not None), None)
         if media is not None:
             locations.append((f"{media} in content", content_part, media))
-        elif not MEDIA.search(part_type):  # a part of type "image" without an image stands for one in a column
+        # A part of type "image" without an image has no text: it stands for an image in a column
+        elif not MEDIA.search(part_type):
             part_locations: list[Location] = []
             _add_nested(content_part, "", part_locations)
             path = "content in parts" if "text" in content_part else f"{part_type} in content"
@@ -301,7 +309,8 @@ def _add_nested(value: list[Any] | dict[str, Any], path: str, locations: list[Lo
     is_list = isinstance(value, list)
     has_free_names = not is_list and path.endswith(("arguments", "properties"))
     for key, element in enumerate(value) if isinstance(value, list) else value.items():
-        # A dictionary under such a key is the schema of a parameter of this name
+        # Values of these keys are no text. But a dictionary under such a key describes a parameter with this name,
+        # except under `required`, which names parameters
         if key in SCHEMA and (key == "required" or not isinstance(element, dict)):
             continue
         inner_path = f"{path}[]" if is_list else f"{path}.{'*' if has_free_names else key}"
@@ -339,9 +348,6 @@ def _kinds_of_tools(tools: str) -> tuple[Kind, ...]:
     except ValueError:
         return ()
     return tuple({Kind(path) for path, _, _ in _locations_in_arguments({"tools": schemas})})
-
-
-_compiled: Callable[[str], re.Pattern[str]] = lru_cache(re.compile)
 
 
 @lru_cache(4096)
@@ -415,7 +421,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
     order = np.argsort(-counts, kind="stable")
     first_rows = first[order].tolist()
     shapes = [reader.kinds(columns[row]) for row in first_rows]
-    sorted_index = np.argsort(order)  # for each shape its index behind the sort
+    sorted_index = np.argsort(order)  # the inverse permutation: for each shape its index behind the sort
     return RowKinds(rows, shapes, first_rows, sorted_index[shape_of])
 
 

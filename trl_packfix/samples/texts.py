@@ -16,7 +16,7 @@ from datasets import Dataset, Features, LargeList, List
 
 PAIR = ("prompt", "completion")
 MESSAGES = {"conversations": "from", "messages": "role"}  # columns of messages, and the key of a message's role
-# Columns in which TRL looks for a conversation. It would also read one of them that is not tokenised here
+# Columns in which TRL looks for a conversation. TRL would also read those that `text_columns` does not choose for a row
 TEXTS = (*PAIR, *MESSAGES, "chosen", "rejected")
 Columns = tuple[str, ...]  # names of columns that are tokenised together
 
@@ -50,6 +50,8 @@ def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
 def with_one_text(row: Mapping[str, Any], text_field: str = "") -> dict[str, Any]:
     """Return the row without texts that are not tokenised, and without empty arguments of the chat template.
 
+    A row may have texts in several columns, of which `text_columns` chooses those that are tokenised.
+
     Raises:
         NoTextError: If no column of the row can be tokenised.
     """
@@ -69,7 +71,7 @@ def _is_empty(value: object) -> bool:
 
 def is_conversation(row: Mapping[str, Any]) -> bool:
     """Return whether the tokenised columns of a row are lists of messages."""
-    columns = text_columns(row, "")
+    columns = text_columns(row, text_field="")  # a column of plain text is no conversation
     return bool(columns) and isinstance(row[columns[-1]], list)
 
 
@@ -79,8 +81,8 @@ def struct_columns(features: Features | None) -> dict[str, Any]:
     Arrow stores all dictionaries of a column with the same keys. A key that a dictionary did not have gets the value
     None, and `without_nulls` removes these keys.
     """
-    # For each column how deep dictionaries must be nested. A message is itself a dictionary, and may have None, so only
-    # columns with dictionaries inside messages are returned
+    # For each column how deep dictionaries must be nested. A message is itself a dictionary, whose nulls transformers
+    # removes, so only columns with dictionaries inside messages are returned
     min_depth = dict.fromkeys((*PAIR, *MESSAGES), 2) | dict.fromkeys(("tools", "chat_template_kwargs"), 1)
     columns = {name: features[name] for name in min_depth if name in features} if features else {}
     return {name: feature for name, feature in columns.items() if _num_dicts(feature) >= min_depth[name]}
@@ -110,8 +112,8 @@ def without_nulls(row: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[st
 def given_value(name: str, value: Any, feature: Any) -> Any:
     """Copy the value of one of the `struct_columns` without the keys that Arrow added to its dictionaries.
 
-    Keys of a message itself remain, because transformers removes those that are None. In a column of the type `Json`
-    a None remains, because only the user can have written it.
+    Keys of a message itself remain, because transformers removes those that are None. In a column of the type `Json`,
+    whose feature has no dictionaries, a None remains, because only the user can have written it.
 
     Args:
         name: Name of the column.
@@ -180,7 +182,8 @@ def is_list(dataset: Dataset, column: str) -> bool:
 
 def missing(dataset: Dataset, column: str) -> npt.NDArray[np.bool_]:
     """Return for each row of a table whether it holds None in a column, shape (rows,)."""
-    # The count includes rows that are not selected, but needs no copy of the column
+    # Arrow's count needs no copy of the column. It includes rows that `Dataset.select` has left out, so it may be too
+    # high
     if not dataset.data.column(column).null_count:
         return np.zeros(len(dataset), bool)
     values: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]

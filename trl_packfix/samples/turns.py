@@ -40,7 +40,7 @@ PART_MARKERS = (
 
 
 class TurnSettings(Protocol):
-    """The fields of `SFTConfig` that decide which samples are made of a row."""
+    """The fields of `SFTConfig` that this folder reads: which samples are made of a row, and how tables are mapped."""
 
     assistant_only_loss: bool
     assistant_turns: AssistantTurns
@@ -60,7 +60,8 @@ class TurnSettings(Protocol):
 def trains_only_completions(args: TurnSettings) -> bool:
     """Return whether only the completion is trained in rows of a training set that have a prompt and a completion.
 
-    The columns of each row decide whether it has them. TRL would decide for all rows by the first row.
+    This is the default: None counts as True. The columns of each row decide whether it has them. TRL would decide for
+    all rows by the first row.
     """
     return args.completion_only_loss is not False
 
@@ -90,7 +91,7 @@ class TurnRule:
             train_empty_thinking=args.train_empty_thinking,
         )
 
-    def select_turn(self, conversation: Conversation) -> TurnSelection:
+    def select_turns(self, conversation: Conversation) -> TurnSelection:
         """Select the assistant turns of a conversation that are trained.
 
         A turn is not trained if its weight (the value of its key `message_train_key`) is 0 or, with
@@ -122,7 +123,7 @@ class TurnRule:
     def tokens_and_mask(self, selection: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the T token ids of a conversation, and T ones and zeros, with a 1 for each trained token."""
         conversation = selection.conversation
-        # First case: the template marks what the assistant says, and all of it is trained
+        # 1. The template marks what the assistant says, and all of it is trained
         every_turn_is_trained = len(selection.trained) == selection.counts.turns
         if (
             every_turn_is_trained
@@ -131,13 +132,15 @@ class TurnRule:
         ):
             return conversation.tokens_and_mask(tokenizer)
         text, spans = self.spans(selection, tokenizer)
-        # Second case: images. The tokenizer alone is the third case
+        # 2. A processor finds the tokens of its text
         if isinstance(tokenizer, ProcessorMixin):
             # The processor replaces placeholders of images, so characters of its text are not those of `spans`. Let it
-            # find the tokens itself, by markers around the trained parts
+            # find the tokens itself: the template `PART_MARKERS` writes the parts of this message, and markers around
+            # the trained ones
             message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
             marked = Conversation([message], num_prompt=0, arguments={"chat_template": PART_MARKERS})
             return marked.tokens_and_mask(tokenizer)
+        # 3. A tokenizer tells the characters of each token
         outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_starts, token_stops = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
         mask = np.zeros(len(token_starts), np.int64)
@@ -153,11 +156,15 @@ class TurnRule:
             text, spans = _in_markers(selection, tokenizer, template)
         else:
             text, spans = _turn_by_turn(selection, tokenizer)
-        for i, (turn, span) in enumerate(spans):
+        trained_spans = []
+        previous_turn = None
+        for turn, span in spans:
             # Markers may divide a turn into several spans; thinking is at the beginning of its first span
-            if not i or spans[i - 1][0] != turn:
-                spans[i] = turn, self.without_thinking(text, span, selection.conversation.messages[turn])
-        return text, [span for _, span in spans]
+            if turn != previous_turn:
+                span = self.without_thinking(text, span, selection.conversation.messages[turn])
+            trained_spans.append(span)
+            previous_turn = turn
+        return text, trained_spans
 
     def without_thinking(self, text: str, span: Span, message: Message) -> Span:
         """Return the span of a turn without an empty thinking block at its beginning.
@@ -177,13 +184,17 @@ class TurnRule:
         block = EMPTY_THINKING.match(text, *span)
         if self.train_empty_thinking or block is None or EMPTY_THINKING.match(content):
             return span
-        # The block ends in white space, which may belong to the content
+        # The match ends with white space behind the block. If the content begins with white space, the turn begins
+        # there
         content_start = text.find(content, *span) if content.strip() else -1
         turn_start = min(block.end(), content_start) if content_start >= 0 else block.end()
         return (turn_start, span[1])
 
     def row_of_turn(self, conversation: Conversation, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
-        """Return `Conversation.row_of_turn`, with an empty thinking block that is not trained moved to the prompt."""
+        """Return the `prompt`, the `completion` and the `images` of a turn, as `Conversation.row_of_turn` does.
+
+        An empty thinking block that is not trained is moved to the prompt.
+        """
         row = conversation.row_of_turn(turn, processor)
         prompt = row["prompt"]
         answer = row["completion"]
@@ -202,11 +213,11 @@ class TurnRule:
         first_label = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
         # An empty text has no thinking block
         text = "" if self.train_empty_thinking else plain.decode(labels[first_label:])
-        num_characters, _ = self.without_thinking(text, (0, len(text)), message)
+        block_end, _ = self.without_thinking(text, (0, len(text)), message)  # characters of the block; 0 without one
         stop = first_label
         # Tokens belong to the block as long as their text is not longer than the block
-        while num_characters and stop < len(labels):
-            if len(plain.decode(labels[first_label : stop + 1])) > num_characters:
+        while block_end and stop < len(labels):
+            if len(plain.decode(labels[first_label : stop + 1])) > block_end:
                 break
             stop += 1
         labels[first_label:stop] = [IGNORE_INDEX] * (stop - first_label)
@@ -257,9 +268,10 @@ def _in_markers(selection: TurnSelection, tokenizer: Tokenizer, template: str) -
     arguments = conversation.arguments | {"chat_template": template}
     render: Any = render_jinja_template
 
-    def render_with_blocks(stop: int) -> tuple[str, list[Span]]:
+    def render_with_blocks(num_messages: int) -> tuple[str, list[Span]]:
+        """Return the text of the first messages, and the blocks in it that the markers enclose."""
         # `apply_chat_template` omits keys whose value is None, and `render_jinja_template` does not
-        messages = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages[:stop]]
+        messages = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages[:num_messages]]
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
         variables: dict[str, Any] = plain_tokenizer(tokenizer).special_tokens_map | arguments
@@ -298,6 +310,7 @@ def _turn_by_turn(selection: TurnSelection, tokenizer: Tokenizer) -> tuple[str, 
     """
 
     def show_difference(text: str, compared: str) -> str:
+        """Return the characters of a text from where it differs from another text."""
         return text[num_same(text, compared) :][:NUM_SHOWN]
 
     conversation = selection.conversation

@@ -108,7 +108,7 @@ class ProcessedImages(Recipe):
         def measure_turn(conversation: Conversation, turn: int) -> Sample:
             return self._measure_document(rule.row_of_turn(conversation, turn, self.process.processor), row_index)
 
-        selection = rule.select_turn(Conversation.from_row(row, images_of(row)))
+        selection = rule.select_turns(Conversation.from_row(row, images_of(row)))
         return samples_of_turns(selection, measure_turn, row)
 
     def _measure_document(self, row: Row, row_index: int) -> Sample:
@@ -223,7 +223,7 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
             images = [example["image"]] if "image" in example else example["images"]
             messages = prepare_multimodal_messages(example["messages"], images=images)
             conversation = Conversation(messages, num_prompt=0, arguments={"chat_template": self.chat_template})
-            selection = self.rule.select_turn(conversation)
+            selection = self.rule.select_turns(conversation)
             text, spans = self.rule.spans(selection, self.processor)
             # The template reads the parts from the first message.
             first_message, *later_messages = example["messages"]
@@ -260,7 +260,7 @@ def count_turns_of_images(dataset: object, rule: TurnRule) -> AssistantTurnCount
     counts = np.zeros(3, np.int64)  # the fields of `AssistantTurnCounts`
     for row in dataset.select_columns("messages"):
         try:
-            counts += astuple(rule.select_turn(Conversation.from_row(row)).counts)
+            counts += astuple(rule.select_turns(Conversation.from_row(row)).counts)
         except Exception:
             continue  # the row is bad, and is refused when it is processed
     return AssistantTurnCounts(*counts.tolist())

@@ -253,7 +253,7 @@ class ImageRows(RowReader):
         if self.conversations is None or self._turns is None or self._rule is None:  # all three, or none of them
             return dict(self._dataset[row])
         dataset_row = self._dataset[int(self.conversations[row])]
-        conversation = self._rule.select_turn(Conversation.from_row(dataset_row, images_of(dataset_row))).conversation
+        conversation = self._rule.select_turns(Conversation.from_row(dataset_row, images_of(dataset_row))).conversation
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
