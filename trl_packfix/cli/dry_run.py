@@ -54,14 +54,12 @@ class DryRun:
         settings: the config of the run.
         reader: the rows of its datasets, as one table.
         cost_model: computes what a document costs.
-        has_max_length: whether the user has set `max_length`.
         configs: all configs of the run; None if `settings` are all that was read.
     """
 
     settings: "SFTConfig | PlanningSettings"
     reader: RowReader
     cost_model: CostModel
-    has_max_length: bool
     configs: "RunConfigs | None" = None
 
 
@@ -102,7 +100,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     except argparse.ArgumentError:
         return None
     values = {name: value for name, value in vars(flags).items() if name != "data" and value is not None}
-    if unknown or not flags.data or values.get("seed", 0) < 0:
+    if unknown or not flags.data or values.get("seed", 0) < 0:  # the config classes refuse a negative seed
         return None
     try:
         settings = replace(PlanningSettings(), **values)
@@ -120,7 +118,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     for name in flags.data:
         print(f"Reading {name}", file=sys.stderr)
     # Without a model, documents cost what they cost on a Llama with 7B parameters
-    return DryRun(settings, reader, cost_model=LLAMA_7B, has_max_length="max_length" in values)
+    return DryRun(settings, reader, cost_model=LLAMA_7B)
 
 
 def read_run_with_configs(
@@ -146,8 +144,7 @@ def read_run_with_configs(
     if reader.image_counts is not None:  # the rows have images, so the costs of the vision tower are added
         lora: Any = get_peft_config(configs.model)  # None without `--use_peft`
         costs = with_tower(costs, model_config, lora=lora)
-    has_max_length = "max_length" in configs.names_set
-    return DryRun(configs.training, reader, cost_model=costs, has_max_length=has_max_length, configs=configs)
+    return DryRun(configs.training, reader, cost_model=costs, configs=configs)
 
 
 def planner_for(

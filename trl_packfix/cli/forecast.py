@@ -245,8 +245,7 @@ def show_plan(args: argparse.Namespace) -> int:
     if dry_run is not None:
         settings = dry_run.settings
         assert isinstance(settings, PlanningSettings)
-        lengths = args.max_length or ([settings.max_length] if dry_run.has_max_length else [])
-        lengths = lengths or candidate_lengths(int(dry_run.reader.lengths.max(initial=1)))
+        lengths = args.max_length or candidate_lengths(int(dry_run.reader.lengths.max(initial=1)))
         choices = product(lengths, args.strategy or [settings.packing_strategy])
         compared = [replace(settings, max_length=length, packing_strategy=strategy) for length, strategy in choices]
         return _compare_forecasts(args, dry_run, compared, console=console)
@@ -367,7 +366,7 @@ def _compare_forecasts(
         print(json.dumps(result, indent=2))
     else:
         console.print("Recommended: " + "\n  ".join([*reasons[:2], memory_text, *reasons[2:]]) + "\n")
-        _show_forecasts(console, plans, compared[0].balance)
+        _show_forecasts(console, plans, compared[0].balance)  # `balance` is the same in all of them
         if predicted is not None:
             _show_memory(console, predicted, args.world_size)
     return 0 if pick.lost <= MAX_LOST_SHARE else 1

@@ -38,9 +38,7 @@ def report_tables(configs: RunConfigs, model: str) -> Iterator[DataReport]:
             yield check_data(rows, processor, configs.training, name=name)
 
 
-def with_omissions(
-    packs: list[ShownPack], configs: RunConfigs, *, model: str | None, reader: RowReader
-) -> list[ShownPack]:
+def with_omissions(packs: list[ShownPack], configs: RunConfigs, *, model: str, reader: RowReader) -> list[ShownPack]:
     """Return packs whose documents also have the omissions of their rows.
 
     The packs are returned as they are if rows of tokens cannot be matched with rows of the datasets. Their numbers
@@ -50,10 +48,10 @@ def with_omissions(
     Args:
         packs: packs of the run.
         configs: the configs of the run.
-        model: name or folder of the tokenizer; None if it is not known.
+        model: name or folder of the tokenizer.
         reader: the rows of the run.
     """
-    if model is None or not isinstance(reader, TokenReader):  # rows of lengths or with images have no tokens to compare
+    if not isinstance(reader, TokenReader):  # rows of lengths or with images have no tokens to compare
         return packs
     tables = [load_table(configs, name) for name in configs.table_names]
     if sum(map(len, tables)) != len(reader) or any("input_ids" in rows.column_names for rows in tables):

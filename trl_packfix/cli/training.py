@@ -10,7 +10,7 @@ from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import is_liger_kernel_available
-from trl import ScriptArguments, get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 from ..compat import end_training
 from ..training.checkpoints import choose_checkpoint
@@ -23,7 +23,7 @@ from .mixture import MixtureConfig, load_mixture
 from .sources import in_utf8, load_local, load_named
 
 
-def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
+def load_documents(script_args: TrainArguments) -> DatasetDict | IterableDatasetDict:
     """Return the splits of the datasets in `dataset_name`. If there are several, splits with one name are joined.
 
     A file, or a folder with one table, is the split `dataset_train_split`.
@@ -32,7 +32,7 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
     streaming = script_args.dataset_streaming
     assert names is not None, "_load_splits refuses a run without datasets"
     datasets: list[Any] = []
-    for name in [names] if isinstance(names, str) else names:
+    for name in names:
         dataset = load_local(name, streaming)
         if dataset is None:  # there is no such file or folder
             dataset = load_named(name, name=script_args.dataset_config, streaming=streaming)
