@@ -88,7 +88,7 @@ class CheckResult:
         return "wrong" if report.isolated else "leaks"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values: None for infinity and NaN, and "right" for a verdict that lets train."""
+        """Return the result as JSON values, with None for infinity and NaN; "right" tells if training is correct."""
         return finite(asdict(self) | {"verdict": self.verdict, "right": self.in_training.passed})
 
     def lines(self) -> Iterator[tuple[str, str]]:

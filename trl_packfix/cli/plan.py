@@ -33,6 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Plan the packs of a dataset without training, and recommend a max_length. Needs no GPU and no "
         "weights.",
     )
+    # These flags are those of fields of the config, in all their spellings, but take several values
     parser.add_argument(
         "--max-length",
         "--max_length",

@@ -85,7 +85,7 @@ def tokenise(
     # There are three cases. If the dataset has labels, they are kept. If it has masks of trained tokens, labels are
     # made from the masks, except from a `completion_mask` that `completion_only_loss` tells TRL not to read. Otherwise
     # all tokens are trained
-    masks = []
+    masks = []  # names of the columns of masks from which labels are made
     if "labels" not in dataset.column_names:
         masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
     for name in masks:

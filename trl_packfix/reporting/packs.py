@@ -244,7 +244,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     return ShownPack(
         place=place,
         capacity=degree * packing.parallel.tokens_per_rank,
-        cu_seq_lens=cu_seq_lens or bounds,
+        cu_seq_lens=cu_seq_lens or bounds,  # without shared rows each document is one run
         documents=shown,
         rank=rank,
         degree=degree,

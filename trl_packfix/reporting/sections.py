@@ -115,6 +115,7 @@ class SharedPacks:
             smallest_degree=parallel.smallest,
             micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
             exchange_share=float(exchange.sum() / seconds.sum()),
+            # A pack is counted in the slot of its first rank, and its ranks hold equal parts, rounded up
             largest_part=int((-(-pack_tokens // schedule.degrees[:, None])).max()),
         )
 

@@ -136,6 +136,7 @@ def _check_forms(dataset: Dataset, name: str, args: TurnSettings) -> int:
             f"are {without_text[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows "
             "(`dataset.select`), or fill in the missing text."
         )
+    # A prompt and its completion are both plain text, or both lists
     return sum(int(is_chosen.sum()) for columns, is_chosen in forms if not texts.is_list(dataset, columns[0]))
 
 

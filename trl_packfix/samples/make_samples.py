@@ -57,7 +57,7 @@ class PreparedDataset:
 
     rows: Dataset | IterableDataset  # tokens and labels, and the columns of the dataset that were not tokenised
     recipe: Recipe
-    masked: AssistantTurnCounts | None = None  # assistant turns of a table, if `assistant_only_loss` is set
+    assistant_turns: AssistantTurnCounts | None = None  # assistant turns of a table, if `assistant_only_loss` is set
     turns: PerTurnCounts | None = None  # conversations and turns of a table, if `per_turn` is set
     data: DataReport | None = None  # whether all texts are in the tokens
 
@@ -172,7 +172,7 @@ def _apply_recipe(
     rows = rows if drops and keeps_bad_rows else without_bad_rows(rows)
     if recipe.splits:
         return PreparedDataset(rows, recipe, turns=turns)
-    return PreparedDataset(rows, recipe, masked=sum_turn_counts(samples) if bookkeeping else None)
+    return PreparedDataset(rows, recipe, assistant_turns=sum_turn_counts(samples) if bookkeeping else None)
 
 
 class _RowView(Mapping[str, Any]):

@@ -211,7 +211,7 @@ class EachTurn(Recipe):
     def samples(self, row: Row, row_index: int) -> list[Sample]:
         def make_turn_sample(conversation: Conversation, turn: int) -> Sample:
             tokens, labels = conversation.tokenize_turn(turn, self.tokenizer)
-            if turn >= 0:
+            if turn >= 0:  # -1 stands for the whole conversation, in which nothing is trained
                 self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
             return Sample.from_tokens(tokens, labels)
 

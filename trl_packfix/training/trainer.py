@@ -316,7 +316,7 @@ class SFTTrainer(trl.SFTTrainer):
                 # conversations were split, and how many assistant turns are trained.
                 self.data.data_report = prepared.data
                 self.data.turn_counts = prepared.turns
-                self.data.trained_summary = replace(self.data.trained_summary, counts=prepared.masked)
+                self.data.trained_summary = replace(self.data.trained_summary, counts=prepared.assistant_turns)
 
         # TRL shuffles the rows. With a `max_length` it would also truncate them, and drop rows without a trained token.
         # This package does so later, when it cuts rows into documents: with packing, and in evaluation with its own
