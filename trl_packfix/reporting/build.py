@@ -51,8 +51,8 @@ def make_report(
     schedule = planner.schedule(0)  # the documents of each micro-batch of the first epoch
     units = planner.units()
     plan = planner.first_plan  # None for a strategy that keeps the steps of the unpacked run
-    # The schedule is made of documents: those of slot i (a micro-batch on a rank) are order[offsets[i] : offsets[i +
-    # 1]]. Costs are known for units, so it is made of units here
+    # Costs are known for units, and the schedule is made of documents, so it is made of units here. `offsets` divides
+    # `order` into slots, one for each micro-batch and rank
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
     unit_schedule = replace(schedule, order=order, offsets=offsets)
     shared = SharedPacks.of_table(planner, unit_schedule)  # None if every rank has packs of its own

@@ -111,8 +111,7 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
             ("trained", f"{last_logged['step']:,} optimizer steps, {last_logged.get('epoch', 0):.3g} epochs{loss}")
         )
     rows.append(("lost", _lost_text(values)))
-    # The checks before training: documents of a pack do not change each other, and the first step equals unpacked
-    # training
+    # Checks before training: documents of a pack do not change each other, and the first step is that of TRL
     rows += [(label, lines[label]) for label in ("isolation", "first step") if label in lines]
     speed = _speed_text(last_logged)
     if speed:

@@ -115,8 +115,7 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
             length = document.num_rows
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
             axes.broken_barh([(first_row, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
-            # `own_spans` of the tokens that this document does not share: (whether trained, first row, row behind the
-            # last)
+            # `own_spans`: (whether trained, first row, row behind the last) of tokens that this document does not share
             spans = [(first_row + first, end - first) for trained, first, end in document.own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED_SHARE * widest:
@@ -254,8 +253,7 @@ def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogra
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
     num_shortened = report.num_cut - report.num_dropped
     note = f"max_length {report.max_length:,}\ncut or split: {num_shortened:,}\ndropped: {report.num_dropped:,}"
-    # The note stands on the side of the line that is wider, to the left if the line is behind the middle of the log
-    # axis
+    # The note stands on the wider side of the line: to the left if the line is behind the middle of the log axis
     is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
     side: dict[str, Any] = {"xytext": (-6, 0), "ha": "right"} if is_left else {"xytext": (6, 0), "ha": "left"}
     axes.annotate(
