@@ -104,7 +104,7 @@ def check_raw_dataset(
 
 
 def _check_forms(dataset: Dataset, name: str, args: TurnSettings) -> int:
-    """Return how many rows of a table are plain text; refuse tables and rows without text, as `check_raw_dataset`."""
+    """Return how many rows of a table are plain text; refuse a table without text, and rows as `check_raw_dataset`."""
     # For example [(("messages",), [True, False]), (("text",), [False, True])] for a table of two rows: columns that are
     # tokenised together, and for each row whether they are its text
     forms = [*texts.forms_of_table(dataset, args.dataset_text_field)]

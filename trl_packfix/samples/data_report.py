@@ -132,8 +132,7 @@ class DataReport:
 
         Raises:
             ValueError: If a finding is an error. `data_proof.py` decides which are: images, all turns of one role or
-            the
-                weights of turns are ignored, or the text has lists or dictionaries as Python prints them.
+                the weights of turns are ignored, or the text has lists or dictionaries as Python prints them.
         """
         error = next((finding for finding in self.findings if finding.severity == "error"), None)
         if error is not None:

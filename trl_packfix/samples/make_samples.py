@@ -320,7 +320,7 @@ def count_turns(
             f"message of the role `assistant` to train (roles of row 0: {', '.join(roles)}). Each assistant turn makes "
             "one sample, so there would be none. Rename the role, or set `per_turn=False`."
         )
-    if is_split and args.process_index == 0 and not args.disable_tqdm:  # printed between progress bars, and as they are
+    if is_split and args.process_index == 0 and not args.disable_tqdm:  # where progress bars are shown
         print(f"Conversations of the {name} dataset: {counts.line()}", file=sys.stderr)
     return counts
 
