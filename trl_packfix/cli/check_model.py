@@ -166,7 +166,7 @@ def check_model(
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
     else:
-        create: Any = create_model_from_path  # its annotations lack some of these arguments
+        create: Any = create_model_from_path  # mypy would match `**trust` with `architecture`
         model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
     make_packed_model = partial(PackedModel, model, torch_dtype, device.type, max_length)
