@@ -97,7 +97,6 @@ REVIEWED = {
         cli/torch_environment.py os.environ['PYTORCH_ALLOC_CONF']
         cli/train.py args.shows_traceback
         cli/train.py os.environ['DS_ACCELERATOR']
-        cli/training.py training_args.model_init_kwargs
     """,
 }
 

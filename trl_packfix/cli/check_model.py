@@ -185,7 +185,7 @@ def check_model(
     packed = make_packed_model(on_leak="raise", enforce_flash_attention=enforce_flash_attention)
     as_it_is = packed.prove(model)  # the report of the leak probe
     in_training = as_it_is
-    if not packed.is_proved and on_leak != "raise":
+    if not as_it_is.passed and on_leak != "raise":
         packed.restore_own_attention()
         packed = make_packed_model(on_leak=on_leak, enforce_flash_attention=enforce_flash_attention)
         in_training = packed.prove(model)

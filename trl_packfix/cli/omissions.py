@@ -8,7 +8,7 @@ images; a model without images has only a tokenizer.
 
 import itertools
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -61,7 +61,7 @@ def with_omissions(packs: list[ShownPack], configs: RunConfigs, *, model: str, r
     stops = list(itertools.accumulate(map(len, tables)))
 
     def mark(document: ShownDocument) -> ShownDocument:
-        number = next(i for i, stop in enumerate(stops) if document.row < stop)
+        number = bisect_right(stops, document.row)  # of the table
         rows = tables[number]
         first_row = stops[number] - len(rows)
         row_index = document.row - first_row

@@ -31,7 +31,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 NO_PICTURES = "matplotlib is not installed, so nothing is drawn. Run `pip install matplotlib` and this command again."
 
 Values = Mapping[str, Any]
-"""The values of a saved report, by the names of the fields of `PackingReport`."""
+"""The values of a saved report, by the names of the fields of `PackingReport`; "lines" has its lines (label, text)."""
 Log = Sequence[Mapping[str, Any]]
 """The entries of a trainer's log, in order: the `log_history` of transformers."""
 

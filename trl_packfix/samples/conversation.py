@@ -186,7 +186,9 @@ class Conversation:
         """Join the text of the prompt that generation sees and the text of the turn.
 
         The history is rendered a second time with a mark at the end of its last message. What follows the mark, in the
-        prompt and in the conversation with the turn, does not depend on how the history is rendered.
+        prompt and in the conversation with the turn, does not depend on how the history is rendered. For example, if
+        `<bot>` follows the mark in the prompt, and `<bot>Yes<end>` in the conversation, `Yes<end>` is added to the
+        prompt.
 
         Returns:
             The joined text; None if the turn does not begin where the prompt ends, or if the last message has no text.

@@ -186,7 +186,7 @@ def _find_faults(row: Mapping[str, object], text_field: str) -> Iterator[str]:
         value = row[column]
         if isinstance(value, str) and column not in ("messages", "conversations"):
             continue  # a prompt, a completion and the plain text may be text
-        if not isinstance(value, list) or column == text_field:
+        if not isinstance(value, list) or column == text_field:  # a list is no plain text
             yield f"`{column}` is {describe_type(value)}"
         elif not value:
             yield f"`{column}` is an empty list"
