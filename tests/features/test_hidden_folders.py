@@ -36,14 +36,12 @@ def test_no_test_of_the_core_imports_a_feature():
     imported_files = runpy.run_path(str(ROOT / "tools" / "tests_of.py"))["imported_files"]
     tests = {*(ROOT / "tests").rglob("*.py")}
     of_core = tests - in_features(tests)
+    importing = {file for file in tests if in_features(imported_files(file))}
     assert len(of_core) > 150
     tests_of_features = {file for file in in_features(tests) if file.parent != FOLDERS[1]}
-    importing_tests = {file for file in tests_of_features if in_features(imported_files(file))}
-    assert len(importing_tests) >= len(tests_of_features) / 2, "imports are not seen"
-    helpers = [*(ROOT / "tools" / "sweep").glob("*.py")]
-    assert {
-        file.name: features for file in [*of_core, *helpers] if (features := in_features(imported_files(file)))
-    } == {}
+    assert len(importing & tests_of_features) >= len(tests_of_features) / 2, "imports are not seen"
+    assert importing & of_core == set()
+    assert not any(in_features(imported_files(file)) for file in (ROOT / "tools" / "sweep").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +59,10 @@ def facts(tmp_path_factory):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_core_imports_without_the_folder(feature, facts):
+def test_the_core_imports_and_a_plain_model_is_proved_and_trains(feature, facts):
+    expected = {"hidden_modules": [], "plain": [2, True]}
+    assert facts[feature] == facts[feature] | expected
     assert facts[feature]["num_modules"] > 130
-    assert facts[feature]["hidden_modules"] == []
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_plain_model_is_proved_and_trains_without_the_folder(feature, facts):
-    assert facts[feature]["plain"] == [2, True]
 
 
 @pytest.mark.processes

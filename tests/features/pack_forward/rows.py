@@ -75,7 +75,13 @@ def build_model(kind: str, model_type: str, dtype: torch.dtype = torch.float64, 
     return model
 
 
-def build_trainer(kind: str, model: Any, reference: Any = None, peft_config: Any = None, **options: Any) -> Any:
+def build_trainer(
+    kind: str, model: Any = "llama", reference: Any = None, peft_config: Any = None, **options: Any
+) -> Any:
+    """Return a trainer of a model, or of tiny ones, the reference included, of the type that has this name."""
+    if isinstance(model, str):
+        reference = build_tiny_model(model)
+        model = build_tiny_model(model)
     library, *names = TRAINERS[kind]
     trainer_class, config = (getattr(library, name) for name in names)
     settings = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -85,11 +91,8 @@ def build_trainer(kind: str, model: Any, reference: Any = None, peft_config: Any
     extra: dict[str, Any] = {}
     if kind in ("grpo", "rloo"):
         settings |= {"num_generations": 4, "max_completion_length": 12}
-        extra["reward_funcs"] = options.pop(
-            "reward_funcs", lambda completions, **kwargs: [float(len(set(x))) for x in completions]
-        )
-        if "reward_processing_classes" in options:
-            extra["reward_processing_classes"] = options.pop("reward_processing_classes")
+        extra["reward_funcs"] = lambda completions, **kwargs: [float(len(set(x))) for x in completions]
+        extra |= {name: options.pop(name) for name in ("reward_funcs", "reward_processing_classes") if name in options}
     if kind in HAS_REFERENCE and reference is not None:
         extra["ref_model"] = reference
     if kind == "trainer":

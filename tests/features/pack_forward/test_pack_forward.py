@@ -17,7 +17,7 @@ from ranks.engines import ENGINES
 from support.launch import Launch
 from support.models import build_tiny_model, build_tokenizer, longrope
 from support.rounding import tolerance
-from support.runs import start_weights
+from support.runs import logged, start_weights
 from support.vision import make
 from sweep.double import in_double
 from transformers import BertConfig, BertForSequenceClassification, DynamicCache, TrainerCallback
@@ -89,12 +89,9 @@ def test_weights_are_those_of_the_stock_trainer(kind, model_type, options):
 def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
     options = {"config": {"router_aux_loss_coef": 0.5, "output_router_logits": True}}
     plain, trainer, _ = compare("dpo", "mixtral", **options)
-    losses = [
-        [entry["aux_loss"] for entry in any_trainer.state.log_history if "aux_loss" in entry]
-        for any_trainer in (plain, trainer)
-    ]
-    assert len(losses[0]) == 5
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    losses = logged(trainer, "aux_loss")
+    assert len(losses) == 5
+    assert losses == pytest.approx(logged(plain, "aux_loss"), rel=1e-6)
 
 
 # The rows of a batch as documents
@@ -132,8 +129,7 @@ def test_each_token_has_a_place_with_its_own_past(padded, shares):
     assert torch.equal(pack["input_ids"][0, batch.places], ids[mask.bool()])
     assert torch.equal(batch.cells, mask.flatten().nonzero()[:, 0])
     assert torch.equal(pack["position_ids"][0, batch.places], torch.cat([torch.arange(n) for n in lengths]))
-    assert "labels" not in pack
-    assert "attention_mask" not in pack
+    assert not pack.keys() & {"labels", "attention_mask"}
     assert batch.places.unique().tolist() == list(range(batch.num_computed)), "a place is computed that no token needs"
     # The keys of the run of each place, up to itself, are the tokens before it in each document that has it
     bounds_q = pack["cu_seq_lens_q"].tolist()
@@ -148,10 +144,8 @@ def test_each_token_has_a_place_with_its_own_past(padded, shares):
 
 def test_padding_between_tokens_is_no_document():
     ids = torch.tensor([[5, 6, 0, 7], [5, 6, 7, 8]])
-    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
-    collate = PackedDataCollator()
-    assert pack_rows(ids, mask, collate) is None
-    assert pack_rows(ids[1:], mask[1:], collate) is not None
+    assert pack_rows(ids, ids.sign(), PackedDataCollator()) is None
+    assert pack_rows(ids[1:], ids[1:].sign(), PackedDataCollator()) is not None
 
 
 # A model in a loop of one's own
@@ -319,11 +313,12 @@ def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
     with torch.set_grad_enabled(in_training):
         wanted = model(**batch, use_cache=False).logits
         pack = packed_rows.pack_rows
-        monkeypatch.setattr(
-            packed_rows,
-            "pack_rows",
-            lambda *args: fault(pack(*args)) if isinstance(args[2], PrefixCollator) else pack(*args),
-        )
+
+        def faulty(*args):
+            batch = pack(*args)
+            return fault(batch) if isinstance(args[2], PrefixCollator) else batch
+
+        monkeypatch.setattr(packed_rows, "pack_rows", faulty)
         record = pack_forward(model)
         with pytest.warns(
             UserWarning, match="(?s)computes a beginning that rows share once per row: on its first batch"
@@ -355,6 +350,14 @@ MASKS = {
 }
 
 
+def padded_batch(mask):
+    """Return random tokens where the mask is 1, as arguments of a model."""
+    mask = torch.tensor(mask)
+    ids = torch.randint(4, 250, mask.shape, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids * mask, "attention_mask": mask, "use_cache": False}
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "kind, model_type, reason",
     [
@@ -367,16 +370,14 @@ MASKS = {
 )
 def test_the_first_batch_of_each_kind_is_compared(kind, model_type, reason):
     """Positions that count padding; RoPE that depends on the longest row of the batch (longrope, from 64 tokens)."""
-    sizes = longrope(length=64) | {"original_max_position_embeddings": 64}
-    plain, model = (build_tiny_model(model_type, **(sizes if model_type == "phi3" else {})).eval() for _ in range(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rows = pack_forward(model).rows["model"]
-        for mask in map(torch.tensor, MASKS[kind]):
-            ids = torch.randint(4, 250, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
-            batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-            expected, logits = (any_model(**batch).logits[mask.bool()] for any_model in (plain, model))
-            assert (expected - logits).abs().max() < 1e-5 * expected.abs().max()
+    sizes = longrope(length=64) | {"original_max_position_embeddings": 64} if model_type == "phi3" else {}
+    plain, model = (build_tiny_model(model_type, **sizes).eval() for _ in range(2))
+    rows = pack_forward(model).rows["model"]
+    for mask in MASKS[kind]:
+        batch = padded_batch(mask)
+        is_real = batch["attention_mask"].bool()
+        expected, logits = (any_model(**batch).logits[is_real] for any_model in (plain, model))
+        assert (expected - logits).abs().max() < 1e-5 * expected.abs().max()
     assert (rows.refusal is None) is (reason is None)
     assert reason is None or re.search(reason, rows.refusal)
     assert rows.tokens.computed > 0, "nothing was packed"
@@ -388,8 +389,7 @@ def test_eval_mode_is_compared_by_itself():
         any_model.model.norm.register_forward_hook(
             lambda norm, args, states: states if norm.training or states.shape[1] <= 24 else states + states.roll(1, 1)
         )  # longer than any row: the proof of the model runs documents alone in eval mode, and packs in train mode
-    mask = torch.tensor(MASKS["right"][0])
-    batch = {"input_ids": torch.randint(4, 250, mask.shape) * mask, "attention_mask": mask, "use_cache": False}
+    batch = padded_batch(MASKS["right"][0])
     rows = pack_forward(model).rows["model"]
     model.train()(**batch)
     assert rows.refusal is None
@@ -399,23 +399,21 @@ def test_eval_mode_is_compared_by_itself():
     assert torch.equal(logits, plain.eval()(**batch).logits)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_outputs_of_rows_are_refused():
     """Classifiers of BERT's kind read the state of each row's first token, pooled below their head."""
     config = BertConfig(**{"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4})
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     model = BertForSequenceClassification(config).train()
-    ids = torch.randint(4, 250, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.tensor([[1] * 12, [1] * 8 + [0] * 4])
-    expected = model(input_ids=ids * mask, attention_mask=mask).logits
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        record = pack_forward(model)
-        logits = model(input_ids=ids * mask, attention_mask=mask).logits
-    assert torch.equal(logits, expected)
+    batch = padded_batch([[1] * 12, [1] * 8 + [0] * 4])
+    del batch["use_cache"]
+    expected = model(**batch).logits
+    record = pack_forward(model)
+    assert torch.equal(model(**batch).logits, expected)
     assert record.rows["model"].refusal is not None
 
 
-def test_models_that_give_rewards_are_packed(tmp_path):
+def test_models_that_give_rewards_are_packed():
     """`Trainer` holds them in a list, with its own models in other attributes under other names."""
 
     def train_rows(packed):
@@ -423,10 +421,10 @@ def test_models_that_give_rewards_are_packed(tmp_path):
         settings = {"reward_funcs": [reward], "reward_processing_classes": [build_tokenizer()], "max_steps": 2}
         return train("grpo", packed=packed, **settings)
 
-    stock = train_rows(False)
-    packed = train_rows(True)
-    assert (stock[0] - packed[0]).abs().max() < EQUAL * stock[0].abs().max() != 0
-    rows = packed[2].rows
+    expected, _, _ = train_rows(False)
+    change, _, record = train_rows(True)
+    assert (expected - change).abs().max() < EQUAL * expected.abs().max() != 0
+    rows = record.rows
     assert rows.keys() == {"model", "reward_funcs[0]"}
     assert rows["reward_funcs[0]"].refusal is None
     assert rows["reward_funcs[0]"].tokens.computed > 0
@@ -464,22 +462,21 @@ def test_the_proof_changes_nothing_else():
     """Random state, modes, buffers and gradients after the first packed forward are those of a stock forward."""
     results = []
     for packed in (False, True):
-        model = build_tiny_model("llama", attention_dropout=0.0)
-        model.train()
+        model = build_tiny_model("llama", attention_dropout=0.0).train()
         if packed:
             pack_forward(model)
         torch.manual_seed(5)
         model(**rows_that_share(), use_cache=False)
-        results.append((torch.rand(3), [m.training for m in model.modules()], [p.grad for p in model.parameters()]))
-    assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1:] == results[1][1:]
+        modes = [module.training for module in model.modules()]
+        results.append((torch.rand(3).tolist(), modes, [parameter.grad for parameter in model.parameters()]))
+    assert results[0] == results[1]
 
 
 # Trainers
 
 
 def test_a_model_that_leaks_is_refused_with_raise():
-    trainer = build_trainer("dpo", build_tiny_model("bloom"), build_tiny_model("bloom"))
+    trainer = build_trainer("dpo", "bloom")
     hooks = num_hooks(trainer.model)
     with pytest.raises(PackingLeakError, match=r"on_leak=.raise.* was given, and on BloomForCausalLM documents"):
         pack_forward(trainer, on_leak="raise")
@@ -493,6 +490,7 @@ PACKS = "Packing was given with `pack_forward`.*packs already.*Set"
 NOISE = "`neftune_noise_alpha=5.0` was given with .*length of a row"
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -502,10 +500,7 @@ NOISE = "`neftune_noise_alpha=5.0` was given with .*length of a row"
     ],
 )
 def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):
-    reference = build_tiny_model("llama") if kind == "dpo" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = build_trainer(kind, build_tiny_model("llama"), reference, **options)
+    trainer = build_trainer(kind, **options)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         pack_forward(trainer)
 
@@ -526,7 +521,7 @@ def test_half_precision_is_packed(precision_of_its_own):
     for packed in (False, True):
         options = {"bf16": True, "max_steps": 3}
         _, trainer, record = train("dpo", packed=packed, dtype=torch.float32, **options)
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(logged(trainer, "loss"))
     assert "padded, because" not in record.summary()
     assert "each row whole" not in record.summary()
     assert losses[0] == pytest.approx(losses[1], abs=0.01)
@@ -560,13 +555,13 @@ def test_compiled_training_is_training():
 
 
 def test_it_is_said_if_no_row_is_packed():
-    trainer = build_trainer("trainer", build_tiny_model("llama"), max_steps=2)
+    trainer = build_trainer("trainer", max_steps=2)
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "attention_mask"}
     pack_forward(trainer)
     with pytest.warns(UserWarning, match="packed no rows in the first 1 steps of Trainer") as warnings_caught:
         trainer.train()
-    assert len([warning for warning in warnings_caught if "packed no rows" in str(warning.message)]) == 1
+    assert sum("packed no rows" in str(warning.message) for warning in warnings_caught) == 1
 
 
 def test_the_log_counts_tokens_and_trackers_get_it():
@@ -576,21 +571,21 @@ def test_the_log_counts_tokens_and_trackers_get_it():
         def on_log(self, args, state, control, logs=None, **kwargs):
             self.logs.append(dict(logs))
 
-    trainer = build_trainer("dpo", build_tiny_model("llama"), build_tiny_model("llama"), max_steps=2)
+    trainer = build_trainer("dpo", max_steps=2)
     trainer.add_callback(Tracker)
     record = pack_forward(trainer)
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.train()
     names = ("packing/rows", "packing/tokens", "packing/computed")
-    logged, tracked = (
+    of_steps, tracked = (
         [[entry[name] for name in names] for entry in logs if names[0] in entry]
         for logs in (trainer.state.log_history, Tracker.logs)
     )
-    assert len(logged) == 2
-    assert logged == tracked
+    assert len(of_steps) == 2
+    assert of_steps == tracked
     totals = record.tokens
-    assert np.sum(logged, axis=0).tolist() == [totals.padded, totals.real, totals.computed]
-    for rows, tokens, computed in logged:  # twice: policy and reference
+    assert np.sum(of_steps, axis=0).tolist() == [totals.padded, totals.real, totals.computed]
+    for rows, tokens, computed in of_steps:  # twice: policy and reference
         assert rows % (2 * len(batch["input_ids"])) == 0
         assert computed < tokens < rows
     record.remove()
