@@ -98,6 +98,11 @@ def documents_of_rows(rows):
     return sorted((tokens, [-100, *labels[1:]]) for tokens, labels in samples_of(rows))
 
 
+def logged(trainer, name):
+    """Return the value of each entry of the log that has this name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
 def all_documents(trainer):
     """Return the documents of all packs of a run, sorted."""
     return sorted(document for batch in trainer.get_train_dataloader() for document in documents_of(batch))

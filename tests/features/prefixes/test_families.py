@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planners import make_epochs, of_units
 from support.prefixes import forest
-from support.runs import build_trainer
+from support.runs import build_trainer, logged
 
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
@@ -454,7 +454,7 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
     settings = {"max_length": 96, "per_device_train_batch_size": 4, "max_steps": 2}
     trainer = build_trainer(tmp_path, forest(), share_prefixes=name, **settings)
     trainer.train()
-    shares = [entry["computed_share"] for entry in trainer.state.log_history if "computed_share" in entry]
+    shares = logged(trainer, "computed_share")
     assert not read
     assert "packing/computed_share" not in str(trainer.state.log_history)
     if name == "off":

@@ -10,11 +10,11 @@ from features.images.processed import examples_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import faults
+from support.runs import logged
 from support.vision import PICTURES, QUESTIONS, SGD, build_model, make
 
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.features.images import processor
 from trl_packfix.features.images.examples import ImageExamples
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.savings import estimated_savings
@@ -44,10 +44,10 @@ DOCUMENT = st.lists(st.one_of(TEXT, st.sampled_from(PICTURES)), min_size=1, max_
 def images_of_rows(examples: ImageExamples, ids: torch.Tensor, pixels: torch.Tensor | None) -> list[int | None]:
     """Return the hash of the image whose placeholder is in each row, if images fill placeholders in their order."""
     is_image = ids == examples.processor.image_token_id
-    each = [None] if pixels is None else [hash(one.numpy().tobytes()) for one in pixels]
-    assert is_image.sum() == (0 if pixels is None else 16 * len(pixels))
-    place = is_image.cumsum(0) - 1
-    return [each[int(at) // 16] if here else None for at, here in zip(place, is_image, strict=True)]
+    hashes = [] if pixels is None else [hash(image.numpy().tobytes()) for image in pixels]
+    assert is_image.sum() == 16 * len(hashes)
+    places = is_image.cumsum(0) - 1
+    return [hashes[place // 16] if here else None for place, here in zip(places.tolist(), is_image, strict=True)]
 
 
 A, B = PICTURES[:2]
@@ -61,13 +61,13 @@ EIGHT = torch.tensor([8])
 @example([[A, SEVEN, B], [A, SEVEN, A, EIGHT], [A, SEVEN, B, SEVEN, A]], None)  # images of one document are split
 @example([[A, B], [A, A], [B, A]], 8)
 @given(st.lists(DOCUMENT, min_size=2, max_size=6), st.sampled_from([None, 8]))
-def test_every_document_has_its_own_images(found, multiple):
+def test_every_document_has_its_own_images(contents, multiple):
     """Rows of a document have its tokens and its images, wherever these were computed.
 
     No run may begin inside an image.
     """
     examples = examples_of("llava")
-    documents = [examples.join_content(parts) for parts in found]
+    documents = [examples.join_content(content) for content in contents]
     collate = sharing(examples, pad_to_multiple_of=multiple)
     batch = collate(documents)
     layout = layout_of(collate(documents))
@@ -91,15 +91,15 @@ def test_images_of_one_document_are_shared_one_by_one(family):
     head = torch.arange(20, 40)
     between = torch.arange(40, 45)
     screens = [examples.image(48, 48) for _ in range(3)]
-    parts = [head, screens[0], between, screens[1], between, screens[2]]
-    documents = [examples.join_content([*parts[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
+    turns = [head, screens[0], between, screens[1], between, screens[2]]
+    documents = [examples.join_content([*turns[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
     collate = sharing(examples)
     batch = collate(documents)
-    runs = collate.text_collator.collate(documents)[1]
     longest = documents[2]
     assert batch["pixel_values"].shape == longest["pixel_values"].shape
     assert batch["input_ids"].shape[1] <= len(longest["input_ids"]) + 8
-    assert any(0 < run.images_before < run.num_images for run in runs), "no image is split off"
+    _, document_runs = collate.text_collator.collate(documents)
+    assert any(0 < each_run.images_before < each_run.num_images for each_run in document_runs), "no image is split off"
 
 
 def test_an_image_for_the_tower_alone_counts_nothing():
@@ -110,13 +110,13 @@ def test_an_image_for_the_tower_alone_counts_nothing():
     content = replace(examples.images, placeholder=examples.placeholder())
     added = replace(collate, content=content)(texts)
     assert len(added["pixel_values"]) == 1
-    found, wanted = (
+    with_image, stock = (
         layout_of(batch).sizes(layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained)
         for batch in (added, collate(texts))
     )
-    assert found.tokens == wanted.tokens == 67
-    assert found.computed_rows == wanted.computed_rows < 67
-    assert found.shared_tokens.sum() == wanted.shared_tokens.sum() > 0
+    assert with_image.tokens == stock.tokens == 67
+    assert with_image.computed_rows == stock.computed_rows < 67
+    assert with_image.shared_tokens.sum() == stock.shared_tokens.sum() > 0
 
 
 # The proof
@@ -137,26 +137,25 @@ def test_the_probe_sees_images_of_others(fault):
     with faults.ONE[fault]():
         model, packed = proved("llava")
         assert packed.is_proved, "documents packed whole are right"
-        users = packed.attention.previous
-        found, text = (
-            check_packs(model, 512, user_attention=users, feature=feature)
+        with_images, text = (
+            check_packs(model, 512, user_attention=packed.attention.previous, feature=feature)
             for feature in (packed.feature, PrefixSharing("pack"))
         )
-        assert not found.passed
-        assert found.error is None
-        assert max(found.max_change, found.max_difference) > 100 * found.tolerance
+        assert not with_images.passed
+        assert with_images.error is None
+        assert max(with_images.max_change, with_images.max_difference) > 100 * with_images.tolerance
         assert packed.prove_feature(model).startswith("where documents share prefixes, ")
-        assert text.isolated, "text alone shows nothing"
-        assert text.equal, "text alone shows nothing"
+        assert text.passed, "text alone shows nothing"
 
 
 def test_the_probe_sees_images_without_a_gradient():
     """States are right, but in packs that share rows no gradient reaches the images."""
     model, packed = proved("llava")
+    placeholder = packed.feature.plain.examples.processor.image_token_id
     is_image = []
 
     def note(module, args, kwargs):
-        is_image[:] = [kwargs["input_ids"][0] == packed.feature.plain.examples.processor.image_token_id]
+        is_image[:] = [kwargs["input_ids"][0] == placeholder]
 
     def detach_images(module, args, output):
         running = this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
@@ -168,10 +167,9 @@ def test_the_probe_sees_images_without_a_gradient():
     for layer in model.base_model.language_model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_images)
         layer.self_attn.k_proj.register_forward_hook(detach_images)
-    found = check_packs(model, 512, user_attention=packed.attention.previous, feature=packed.feature)
-    assert found.equal
-    assert found.max_gradient > 1e-2
-    assert not found.isolated
+    report = check_packs(model, 512, user_attention=packed.attention.previous, feature=packed.feature)
+    assert (report.equal, report.isolated) == (True, False)
+    assert report.max_gradient > 1e-2
 
 
 # Training
@@ -179,43 +177,36 @@ def test_the_probe_sees_images_without_a_gradient():
 SHARED = {"packing_strategy": "minibatch", "share_prefixes": "pack", "per_device_train_batch_size": 8, "max_steps": 4}
 
 
-def computed_rows(run) -> list[tuple[int, int, int]]:
+def computed_rows(trainer) -> list[tuple[int, int, int]]:
     """Return of each pack of the first epoch its rows, the rows of its units as planned, and its number of units."""
-    schedule = run.data.source.planner.schedule(0)
-    units = run.data.source.planner.units()
-    documents = run.data.source.documents
-    number = np.empty(len(documents), dtype=np.int64)
-    number[units.order] = units._piece_numbers
-    found = []
-    for slot in range(len(schedule.offsets) - 1):
-        pack = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
-        if len(pack):
-            read = [run.data.source.reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
-            pieces = np.unique(number[pack])
-            rows = run.data.packed_collator(1, PrefixSharing("pack"))(read)["input_ids"].shape[1]
-            found.append((rows, int(units.rows[pieces].sum()), len(pieces)))
-    return found
+    source = trainer.data.source
+    schedule = source.planner.schedule(0)
+    units = source.planner.units()
+    documents = source.documents
+    unit_of_document = np.empty(len(documents), dtype=np.int64)
+    unit_of_document[units.order] = units._piece_numbers
+    collate = trainer.data.packed_collator(1, PrefixSharing("pack"))
+    rows = []
+    for pack in filter(len, np.split(schedule.order, schedule.offsets[1:-1])):
+        batch = collate([source.reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack])
+        units_of_pack = np.unique(unit_of_document[pack])
+        rows.append((batch["input_ids"].shape[1], int(units.rows[units_of_pack].sum()), len(units_of_pack)))
+    return rows
 
 
-@pytest.mark.parametrize("compares", ["content", "placeholders"])
-def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monkeypatch):
-    """Documents that share an image are one unit; by placeholders others would be, and packs would be too long."""
-    if compares == "placeholders":
-        monkeypatch.setattr(processor, "_hash_of_images", lambda digest, images: b"")
+def test_a_family_is_planned_with_the_rows_that_it_has(tmp_path):
+    """Documents that share an image are one unit."""
     trainer = make(tmp_path, "llava", QUESTIONS, packing_strategy="bfd", share_prefixes="family", max_length=128)
     trainer.get_train_dataloader()
     rows = computed_rows(trainer)
-    capacity = trainer.data.source.planner.packing.capacity
-    if compares == "placeholders":
-        assert max(computed - planned for computed, planned, _ in rows) > 20
-        return
-    assert all(computed <= planned <= capacity for computed, planned, _ in rows)
+    planner = trainer.data.source.planner
+    assert all(computed <= planned <= planner.packing.capacity for computed, planned, _ in rows)
     # the last token of a document that another begins with has no row
     assert all(planned - computed <= 2 for computed, planned, num in rows if num == 1)
-    units = trainer.data.source.planner.units()
+    units = planner.units()
     assert len(units) < 12
     assert units.rows.sum() < 0.6 * trainer.data.source.documents.lengths.sum()
-    costs = trainer.data.source.planner.image_costs
+    costs = planner.image_costs
     assert units.image_costs.sum() == pytest.approx(len(units) / len(costs) * costs.sum(), rel=0.2)
     text = dict(trainer.packing_report.lines())["common prefixes"]
     assert f"24 documents in {units.num_families} families" in text
@@ -224,9 +215,8 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
 def without_now(row):
     """Return the row with the question right behind the image."""
     user, answer = row["messages"]
-    now = " now "
-    parts = [part | {"text": part["text"] and part["text"].removeprefix(now)} for part in user["content"]]
-    return {"messages": [user | {"content": parts}, answer]}
+    content = [entry | {"text": entry["text"] and entry["text"].removeprefix(" now ")} for entry in user["content"]]
+    return {"messages": [user | {"content": content}, answer]}
 
 
 def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
@@ -245,26 +235,25 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_training_computes_what_plan_estimates(family, tmp_path):
     trainer = make(tmp_path, family, QUESTIONS, **(SGD | SHARED))
-    seen = []
+    num_images = []
     fetch = trainer.get_batch_samples
 
     def counted(*args):
         batches, num_items = fetch(*args)
-        for inputs in batches:
-            seen.append(len(inputs["pixel_values"] if family == "llava" else inputs["image_grid_thw"]))
+        num_images.extend(len(batch["pixel_values" if family == "llava" else "image_grid_thw"]) for batch in batches)
         return batches, num_items
 
     trainer.get_batch_samples = counted
     trainer.train()
-    shares = [entry["computed_share"] for entry in trainer.state.log_history if "computed_share" in entry]
+    shares = logged(trainer, "computed_share")
     assert trainer.data.shares_rows
-    assert max(seen) <= 3
+    assert max(num_images) <= 3
     assert max(shares) < 0.7
     # of the three steps of an epoch; the fourth begins another
     report = estimated_savings(trainer.data.source.planner, trainer.data.source.reader)
     assert report.num_packs is None
-    assert report.images == sum(seen[:3]) / 24
-    tokens = np.diff([0, *(entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry)])[:3]
+    assert report.images == sum(num_images[:3]) / 24
+    tokens = np.diff([0, *logged(trainer, "num_tokens")])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
     assert report.flops < 0.6
     text = dict(replace(trainer.packing_report, prefixes=report).lines())["common prefixes"]

@@ -9,12 +9,12 @@ import torch
 from datasets import Dataset
 from ranks import faults
 from support.prefixes import forest, shared_prefixes
-from support.runs import build_trainer
+from support.runs import build_trainer, logged, weights
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import SFTTrainer
 from trl_packfix.features.prefixes.collator import PrefixCollator
-from trl_packfix.layout import LAYOUT_KEY, layout_of
+from trl_packfix.layout import layout_of
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.training.flops import training_flops
 
@@ -36,16 +36,7 @@ def run_training(plant=None, **more):
         if plant is not None:
             plant(trainer)
         trainer.train()
-    return trainer, trained_weights(trainer)
-
-
-def trained_weights(trainer) -> torch.Tensor:
-    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-
-def logged(trainer, name: str) -> list[float]:
-    """Return the value of every step, None where it was not logged."""
-    return [entry.get(name) for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, weights(trainer)
 
 
 # What is counted
@@ -86,65 +77,61 @@ def test_evaluation_mode_does_not_compute_a_loss_of_rows(tmp_path):
 class Refuses(TrainerCallback):
     """Do what a proof does that fails."""
 
+    def __init__(self, trainer):
+        self.trainer = trainer
+
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.data.shares_rows = False
 
 
 def test_switched_off_before_the_first_step_nothing_is_shared():
-    def refuse(trainer):
-        refuses = Refuses()
-        refuses.trainer = trainer
-        trainer.add_callback(refuses)
-
     _, off = run_training(share_prefixes="off")
-    for workers in (0, 1):
-        finished, after = run_training(refuse, dataloader_num_workers=workers)
-        assert torch.equal(after, off)
-        assert logged(finished, "computed_share") == [1.0] * 5
-    (shared, after), (_, with_workers) = (run_training(dataloader_num_workers=workers) for workers in (0, 1))
-    assert torch.equal(after, with_workers)
+    shared, on = run_training()
     assert max(logged(shared, "computed_share")) < 0.85
+    for workers in (0, 1):
+        refused, after = run_training(
+            lambda trainer: trainer.add_callback(Refuses(trainer)), dataloader_num_workers=workers
+        )
+        assert torch.equal(after, off)
+        assert set(logged(refused, "computed_share")) == {1.0}
+    assert torch.equal(run_training(dataloader_num_workers=1)[1], on)
 
 
 # Evaluation
 
 
 def evaluated(folder, **settings):
-    """Evaluate, and return the run, its metrics, the rows that were computed and the number of batches."""
+    """Evaluate, and return the trainer, its metrics, the number of rows that were computed, and the batches."""
     settings = {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings
-    settings_of_rows = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}} | OURS | SGD | COLUMNS
-    trainer = build_trainer(folder, DOCUMENTS, **settings_of_rows | settings)
+    held_out = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}}
+    trainer = build_trainer(folder, DOCUMENTS, **OURS | SGD | COLUMNS | held_out | settings)
     trainer.evaluate()
+    metrics = trainer.state.log_history[-1]
+    timed = ("time", "second")
+    metrics = {name: metrics[name] for name in metrics if name.startswith("eval_") and not name.endswith(timed)}
     batches = list(trainer.get_eval_dataloader())
-    rows = sum(batch["labels"].numel() for batch in batches)
-    return trainer, trainer.state.log_history[-1], rows, len(batches)
+    return trainer, metrics, sum(batch["labels"].numel() for batch in batches), batches
 
 
 def test_evaluation_brings_families_together(tmp_path):
-    _, unshared, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
-    trainer, shared, rows, num_shared = evaluated(tmp_path, share_prefixes="family")
-    names = [name for name in unshared if name.startswith("eval_") and not name.endswith(("time", "second"))]
-    assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a", "eval_trained_tokens/c"} <= {*names}
-    assert {name: shared[name] for name in names} == pytest.approx({name: unshared[name] for name in names}, rel=1e-6)
+    _, unshared, tokens, whole_batches = evaluated(tmp_path, share_prefixes="off")
+    trainer, shared, rows, batches = evaluated(tmp_path, share_prefixes="family")
+    assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a"} <= unshared.keys()
+    assert shared == pytest.approx(unshared, rel=1e-6)
     # Packed as it comes, the set shares less
     data = trainer.eval_dataset.to_list()
-    lengths = [len(ids) for ids in trainer.eval_dataset["input_ids"]]
-    plan = plan_packs(lengths, 4 * 96, "bfd")
-    unsorted = [
-        PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in np.split(plan.order, plan.offsets[1:-1])
-    ]
-    assert rows < 0.9 * sum(unsorted) < tokens
-    assert num_shared < num_whole
-    batches = list(trainer.get_eval_dataloader())
+    plan = plan_packs([len(row["input_ids"]) for row in data], 4 * 96, "bfd")
+    packs = np.split(plan.order, plan.offsets[1:-1])
+    rows_unsorted = sum(PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in packs)
+    assert rows < 0.9 * rows_unsorted < tokens
+    assert len(batches) < len(whole_batches)
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
-    num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT_KEY not in batch)
-    assert sum(len(prefixes.lengths) for prefixes in shared_prefixes(batches)) + num_whole == 90
+    assert sum(layout_of(batch).document_count for batch in batches) == 90
     # The same packs with sequence parallelism, here on one rank
     settings = {"tokens_per_rank": 4 * 96, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1}
-    settings["share_prefixes"] = "family"
-    _, on_parts, rows_on_parts, _ = evaluated(tmp_path, **settings)
-    assert rows_on_parts < 0.9 * sum(unsorted)
-    assert {name: on_parts[name] for name in names} == pytest.approx({name: unshared[name] for name in names}, rel=1e-6)
+    _, on_parts, rows_on_parts, _ = evaluated(tmp_path, share_prefixes="family", **settings)
+    assert rows_on_parts < 0.9 * rows_unsorted
+    assert on_parts == pytest.approx(unshared, rel=1e-6)
     # The control: each row once
     with faults.ONE["each_row_once"]():
         _, wrong, *_ = evaluated(tmp_path, share_prefixes="family")

@@ -8,14 +8,14 @@ from trl_packfix.features.prefixes.tokens import token_order
 
 
 class Tokens(TokenReader):
-    """A reader whose documents are sorted. Documents that may not share are in `alone`."""
+    """A reader whose documents are sorted. Rows with other labels than tokens may not share."""
 
-    def __init__(self, rows, alone=()):
+    def __init__(self, rows, other_labels=()):
         self.rows = rows
-        self.alone = alone
+        self.other_labels = other_labels
 
     def labels_are_tokens(self, row, start, stop):
-        return ~np.isin(row, self.alone)
+        return ~np.isin(row, self.other_labels)
 
     def read_first_tokens(self, row, start, stop, width):
         block = np.full((len(row), width), -1)
@@ -36,43 +36,30 @@ class Images(Tokens):
         return np.minimum(common, self.ends)
 
 
+def sorted_by_tokens(reader, starts=None, *selection):
+    """Return the order of documents that end with their rows, and the common tokens of neighbours."""
+    stop = np.array([len(row) for row in reader.rows])
+    start = np.array(starts or [0] * len(stop))
+    tokens = token_order(reader, Documents(np.arange(len(stop)), start, stop, stop, Ledger()), *selection)
+    return tokens.order.tolist(), tokens.common.tolist()
+
+
 ROWS = [[5, 6, 7], [5, 6], [9, 5, 6, 8], [5, 6, 7], [1, 2]]
-
-
-def documents_at(start=(0, 0, 1, 0, 0)):
-    stop = np.array([len(row) for row in ROWS])
-    return Documents(np.arange(5), np.array(start), stop, stop, Ledger())
+STARTS = [0, 0, 1, 0, 0]
 
 
 def test_documents_are_sorted_by_their_tokens():
-    token_order_found = token_order(Tokens(ROWS), documents_at())
-    assert token_order_found.order.tolist() == [4, 0, 3, 2, 1]
-    assert token_order_found.common.tolist() == [0, 0, 3, 2, 2]
-    token_order_found = token_order(Tokens(ROWS, alone=[0, 4]), documents_at())
-    assert token_order_found.order.tolist() == [3, 2, 1, 0, 4]
-    assert token_order_found.common.tolist() == [0, 2, 2, 0, 0]
-    token_order_found = token_order(Tokens(ROWS), documents_at(), np.array([2, 1]))
-    assert token_order_found.order.tolist() == [2, 1]
-    assert token_order_found.common.tolist() == [0, 2]
+    assert sorted_by_tokens(Tokens(ROWS), STARTS) == ([4, 0, 3, 2, 1], [0, 0, 3, 2, 2])
+    assert sorted_by_tokens(Tokens(ROWS, other_labels=[0, 4]), STARTS) == ([3, 2, 1, 0, 4], [0, 2, 2, 0, 0])
+    assert sorted_by_tokens(Tokens(ROWS), STARTS, np.array([2, 1])) == ([2, 1], [0, 2])
 
 
 def test_long_common_beginnings_are_read_to_their_end():
     rows = [[1] * 900 + [2], [1] * 901, [1] * 700 + [2] * 300]
-    lengths = np.array([901, 901, 1000])
-    documents = Documents(np.arange(3), np.zeros(3, int), lengths, lengths, Ledger())
-    token_order_found = token_order(Tokens(rows), documents)
-    assert token_order_found.order.tolist() == [1, 0, 2]
-    assert token_order_found.common.tolist() == [0, 900, 700]
+    assert sorted_by_tokens(Tokens(rows)) == ([1, 0, 2], [0, 900, 700])
 
 
 def test_a_common_beginning_ends_before_an_image_but_not_between_copies():
-    token_order_found = token_order(Images(ROWS, ends=1), documents_at())
-    assert token_order_found.order.tolist() == [4, 0, 3, 2, 1]
-    assert token_order_found.common.tolist() == [0, 0, 3, 1, 1]
-    token_order_found = token_order(Images(ROWS, ends=1), documents_at(), np.array([], dtype=np.int64))
-    assert len(token_order_found.order) == 0
-    token_order_found = token_order(
-        Images([[5], [5], [5, 5]], ends=0),
-        Documents(*(np.arange(3), np.zeros(3, int), *(np.array([1, 1, 2]),) * 2), Ledger()),
-    )
-    assert token_order_found.common.tolist() == [0, 0, 1]
+    assert sorted_by_tokens(Images(ROWS, ends=1), STARTS) == ([4, 0, 3, 2, 1], [0, 0, 3, 1, 1])
+    assert sorted_by_tokens(Images(ROWS, ends=1), STARTS, np.array([], dtype=np.int64)) == ([], [])
+    assert sorted_by_tokens(Images([[5], [5], [5, 5]], ends=0)) == ([2, 0, 1], [0, 0, 1])
