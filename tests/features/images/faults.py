@@ -35,7 +35,9 @@ def first_features(part, inputs, rows):
     name = "deepstack_visual_embeds"
     if part.get(name) is None:
         return {}
-    return {name: [whole[: len(own)] for whole, own in zip(inputs[name], part[name], strict=True)]}
+    return {
+        name: [features[: len(own_features)] for features, own_features in zip(inputs[name], part[name], strict=True)]
+    }
 
 
 def images_in_other_order(right, batch, group, **kwargs):
@@ -64,11 +66,13 @@ ON_PARTS: dict[str, Fault] = {
 
 def by_placeholder(right, process, documents):
     """Compare images by their placeholder tokens."""
-    spans = [process.image_spans(document) for document in documents]
-    return [
-        ComparedContent(np.asarray(document["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
-        for document, of in zip(documents, spans, strict=True)
-    ]
+    compared = []
+    for document in documents:
+        spans = process.image_spans(document)
+        compared.append(
+            ComparedContent(np.asarray(document["input_ids"]), [(spans[0][0], spans[-1][1])] if spans else [])
+        )
+    return compared
 
 
 def in_order_of_documents(right, images, documents, runs, position_ids):

@@ -23,5 +23,10 @@ def measured(family: str, dataset: Dataset, **settings: Any) -> ImageRows:
     return ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
 
 
+def documents_of(table: ImageRows) -> list[dict[str, Any]]:
+    """Return each row as one document, as the model reads it."""
+    return [table.read(row, 0, length) for row, length in enumerate(table.lengths)]
+
+
 def examples_of(family: str) -> ImageExamples:
     return make_examples(family, build_model(family))

@@ -14,8 +14,8 @@ def dropped(lengths, image_stops, max_length, *, needs_all_rows=False):
     lengths = np.array(lengths)
     rows = np.arange(len(lengths))
     spans = Documents(rows, rows * 0, lengths, lengths - 1, Ledger())
-    found = reader.drop_cut_images(spans, max_length, needs_all_rows=needs_all_rows)
-    return found.row.tolist(), {reason: counts.tokens for reason, counts in found.ledger.dropped.items()}
+    documents = reader.drop_cut_images(spans, max_length, needs_all_rows=needs_all_rows)
+    return documents.row.tolist(), {reason: counts.tokens for reason, counts in documents.ledger.dropped.items()}
 
 
 def test_an_image_that_ends_behind_the_longest_is_not_cut():

@@ -56,18 +56,18 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
 
     monkeypatch.setattr(image_parts, "exchange_pieces", exchanged)
     with torch.no_grad():
-        whole = tower(*args, **kwargs)
+        expected = tower(*args, **kwargs)
         for index in [*range(degree)] * 2:
             own_args, own_kwargs, division = divide_tower_inputs(args, kwargs, Group(degree, index))
-            found = division.gather_outputs(tower(*own_args, **own_kwargs))
+            joined = division.gather_outputs(tower(*own_args, **own_kwargs))
             computed.append(division.rows_by_rank[index])
     total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
     assert sum(computed[:degree]) == total
     assert max(computed) < total
     assert 0 in computed or degree == 2 or total >= degree, "every rank has an image"
-    assert type(found) is type(whole)
-    assert len(leaves(found)) == len(leaves(whole)) > 0
-    for ours, theirs in zip(leaves(found), leaves(whole), strict=True):
+    assert type(joined) is type(expected)
+    assert len(leaves(joined)) == len(leaves(expected)) > 0
+    for ours, theirs in zip(leaves(joined), leaves(expected), strict=True):
         assert ours.shape == theirs.shape
         assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -107,35 +107,33 @@ def inputs_of(is_image: list[bool], size: int = 3) -> dict:
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 def test_every_row_has_its_inputs(pattern, degree):
     """Rows must have their inputs also where their number is that of another axis, and where a part has no image."""
-    whole = inputs_of(pattern * 4)
+    inputs = inputs_of(pattern * 4)
     size = len(pattern) * 4 // degree
-    parts = [cut_to_part(whole, size, index) for index in range(degree)]
-    for index, part in enumerate(parts):
+    inputs_of_ranks = [cut_to_part(inputs, size, index) for index in range(degree)]
+    for index, own_inputs in enumerate(inputs_of_ranks):
         rows = torch.arange(index * size, (index + 1) * size)
-        assert torch.equal(part["inputs_embeds"][0, :, 0], rows.float())
-        assert torch.equal(part["position_ids"], rows.expand(4, 1, -1))
-        assert torch.equal(part["per_layer_inputs"][0, :, 0, 0], rows)
-        of_images = rows[part["visual_pos_masks"][0]].float()
-        assert [each[:, 0].tolist() for each in part["deepstack_visual_embeds"]] == [
-            of_images.tolist(),
-            (of_images + 0.5).tolist(),
-        ]
-        assert part["attention_mask"] is None
-        assert part["use_cache"] is False
-    assert sum(len(part["deepstack_visual_embeds"][0]) for part in parts) == 4 * sum(pattern)
+        assert torch.equal(own_inputs["inputs_embeds"][0, :, 0], rows.float())
+        assert torch.equal(own_inputs["position_ids"], rows.expand(4, 1, -1))
+        assert torch.equal(own_inputs["per_layer_inputs"][0, :, 0, 0], rows)
+        of_images = rows[own_inputs["visual_pos_masks"][0]].float()
+        features = [layer[:, 0].tolist() for layer in own_inputs["deepstack_visual_embeds"]]
+        assert features == [of_images.tolist(), (of_images + 0.5).tolist()]
+        assert (own_inputs["attention_mask"], own_inputs["use_cache"]) == (None, False)
+    assert sum(len(own_inputs["deepstack_visual_embeds"][0]) for own_inputs in inputs_of_ranks) == 4 * sum(pattern)
 
 
 def test_what_was_cut_before_stays():
     """Packs of text are cut when they are collated."""
-    part = {"inputs_embeds": torch.zeros(1, 4, 3), "other": torch.zeros(7, 2)}
-    assert cut_to_part(part, 4, 1) is part
-    tokens = {"input_ids": torch.zeros(1, 4)}
-    assert cut_to_part(tokens, 4, 1) is tokens
+    for inputs in (
+        {"inputs_embeds": torch.zeros(1, 4, 3), "other": torch.zeros(7, 2)},
+        {"input_ids": torch.zeros(1, 4)},
+    ):
+        assert cut_to_part(inputs, 4, 1) is inputs
 
 
 @pytest.mark.parametrize("value", [torch.zeros(5, 3), {3: torch.zeros(5, 3)}, (None, [torch.zeros(5, 3)])])
 def test_what_cannot_be_cut_is_refused(value):
-    whole = inputs_of([True, False, True, False]) | {"deepstack_features": value, "scale": torch.tensor(2.0)}
+    inputs = inputs_of([True, False, True, False]) | {"deepstack_features": value, "scale": torch.tensor(2.0)}
     message = r"`deepstack_features` of shape \(5, 3\) enters.*4 tokens.*holds 2.*Set `tokens_per_rank=None`"
     with pytest.raises(ValueError, match=message):
-        cut_to_part(whole, 2, 0)
+        cut_to_part(inputs, 2, 0)

@@ -32,33 +32,36 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def made(folder, workplace, dataset, processor=None, **settings):
+def trainer_of(folder, workplace, dataset, processor=None, **settings):
     processor = processor or AutoProcessor.from_pretrained(workplace / "model")
     return build_trainer(folder, dataset, build_model("llava"), processing_class=processor, **settings)
 
 
+def words_of(command, workplace):
+    return [command, workplace / "rows.parquet", "--model", workplace / "model"]
+
+
 def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
     """Images of 16 tokens: some documents with two of them are too long, others are truncated behind them."""
-    words = ["plan", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 36, "--batch-size", 2]
-    alone, ranks = printed(*words, "--world-size", 1, 4, "--strategy", "stream", code=1)["plans"]
-    training = made(tmp_path, workplace, ROWS, max_length=36)
+    words = [*words_of("plan", workplace), "--max-length", 36, "--batch-size", 2]
+    one_rank, ranks = printed(*words, "--world-size", 1, 4, "--strategy", "stream", code=1)["plans"]
+    training = trainer_of(tmp_path, workplace, ROWS, max_length=36)
     training.get_train_dataloader()
     wanted = training.packing_report.to_dict()
     planned = wanted.keys() - {*NOT_PLANNED}
-    assert {name: alone[name] for name in planned} == {name: wanted[name] for name in planned}
+    assert {name: one_rank[name] for name in planned} == {name: wanted[name] for name in planned}
     if "prefixes" in PRESENT:
         shared = printed(*words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
-        assert shared["rows"] <= 1, "no two rows have the same image"
-        assert shared["images"] == 1.0, "no two rows have the same image"
+        assert shared["rows"] <= shared["images"] == 1, "no two rows have the same image"
     counts = np.array([len(row["images"]) for row in ROWS])
     dropped = wanted["ledger"]["dropped"]["overlong"]["documents"]
     assert 0 < dropped <= (counts == 2).sum()
     assert wanted["ledger"]["truncated"]["documents"] > 0
-    assert alone["images"]["num_images"] == counts.sum() - 2 * dropped
-    assert 0.1 < alone["images"]["tower_share"] < 0.9
+    assert one_rank["images"]["num_images"] == counts.sum() - 2 * dropped
+    assert 0.1 < one_rank["images"]["tower_share"] < 0.9
     documents = training.data.source.documents.lengths
     text = 3 * training.data.cost_model(documents).sum()
-    assert alone["flops"] == pytest.approx(text / (1 - alone["images"]["tower_share"]))
+    assert one_rank["flops"] == pytest.approx(text / (1 - one_rank["images"]["tower_share"]))
     assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
 
 
@@ -66,9 +69,9 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
 def test_a_tower_without_adapters_costs_less(modules, workplace, tmp_path, printed):
     """Under LoRA the vision tower has a backward pass only if it gets adapters."""
     words = ["--max-length", 80, "--batch-size", 2, "--use_peft", "--lora_target_modules", modules]
-    (planned,) = printed("plan", workplace / "rows.parquet", "--model", workplace / "model", *words)["plans"]
+    (planned,) = printed(*words_of("plan", workplace), *words)["plans"]
     adapters = {"peft_config": LoraConfig(target_modules=modules)}
-    training = made(tmp_path, workplace, ROWS, max_length=80, trainer_kwargs=adapters)
+    training = trainer_of(tmp_path, workplace, ROWS, max_length=80, trainer_kwargs=adapters)
     trains_tower = any(parameter.requires_grad for parameter in training.data.reading.tower.parameters())
     assert trains_tower == (modules == "all-linear")
     training.get_train_dataloader()
@@ -76,9 +79,9 @@ def test_a_tower_without_adapters_costs_less(modules, workplace, tmp_path, print
 
 
 def test_show_names_the_images_of_a_document(workplace, capsys, printed):
-    words = ["show", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 80]
+    words = [*words_of("show", workplace), "--max-length", 80]
     packs = printed(*words, "--packs", 3)
-    shown = [(each["row"], each["images"]) for pack in packs for each in pack["documents"]]
+    shown = [(document["row"], document["images"]) for pack in packs for document in pack["documents"]]
     assert shown == [(row, len(ROWS[row]["images"])) for row, _ in shown]
     assert {images for _, images in shown} == {0, 1, 2}
     assert main([*map(str, words), "--packs", "3"]) == 0
@@ -89,24 +92,24 @@ def test_show_names_the_images_of_a_document(workplace, capsys, printed):
 
 
 def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, printed, monkeypatch):
-    words = ["prepare", workplace / "rows.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
+    words = [*words_of("prepare", workplace), "--output", tmp_path / "out"]
     manifest = printed(*words)
     monkeypatch.delattr(RowProcessor, "measure_row")
     data = load_from_disk(str(tmp_path / "out"))
-    found = made(tmp_path / "run", workplace, data, max_length=80)
-    assert manifest["tokens"] == found.data.source.reader.lengths.sum()
+    training = trainer_of(tmp_path / "run", workplace, data, max_length=80)
+    assert manifest["tokens"] == training.data.source.reader.lengths.sum()
     assert manifest["rows"] == len(ROWS)
     with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them
-        other = AutoProcessor.from_pretrained(workplace / "model")
-        other.num_additional_image_tokens = 0
-        made(tmp_path / "run", workplace, data, other)
+        processor = AutoProcessor.from_pretrained(workplace / "model")
+        processor.num_additional_image_tokens = 0
+        trainer_of(tmp_path / "run", workplace, data, processor)
 
 
 def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_path, capsys, printed):
     buffer = io.BytesIO()
     picture(24, 24, 0).save(buffer, "PNG")
     chat = [message("user", "ab", 1), message("assistant", "c")]
-    images = [[{"bytes": each, "path": None}] for each in (buffer.getvalue(), b"not an image")]
+    images = [[{"bytes": data, "path": None}] for data in (buffer.getvalue(), b"not an image")]
     columns = {"images": images, "messages": [chat] * 2}
     features = {"images": List(Image()), "messages": MESSAGES}
     Dataset.from_dict(columns, features=Features(features)).to_parquet(tmp_path / "bad.parquet")

@@ -35,13 +35,13 @@ def test_sizes_give_what_the_processor_gives(family):
     process = processor_of(family)
     wanted = [process.measure_row(dict(row)) for row in ROWS]
     counting = process.processor.image_processor = Counting(process.processor.image_processor)
-    found = [process.by_size.measure_row(dict(row)) for row in ROWS]
-    assert found == wanted
+    sizes_measured = [process.by_size.measure_row(dict(row)) for row in ROWS]
+    assert sizes_measured == wanted
     sizes = {str([image.size for image in row["images"]]) for row in ROWS if row["images"]}
     with_images = sum(bool(row["images"]) for row in ROWS)
     assert 1 < counting.calls == len(sizes) < with_images, "every row was processed, or none"
-    assert len({each["length"] for each in found}) > 5
-    assert max(each["image_count"] for each in found) == 2
+    assert len({row["length"] for row in wanted}) > 5
+    assert max(row["image_count"] for row in wanted) == 2
 
 
 class BrightIsLarge(LlavaImageProcessorPil):
@@ -59,8 +59,8 @@ class BrightIsLarge(LlavaImageProcessorPil):
 
 def content_dependent_process():
     process = processor_of("llava")
-    given = process.processor.image_processor
-    process.processor.image_processor = BrightIsLarge(size=given.size, crop_size=given.crop_size, do_pad=False)
+    stock = process.processor.image_processor
+    process.processor.image_processor = BrightIsLarge(size=stock.size, crop_size=stock.crop_size, do_pad=False)
     return process
 
 

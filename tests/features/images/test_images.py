@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from features.images.processed import measured, processor_of
+from features.images.processed import documents_of, measured, processor_of
 from support.versions import IS_5_24, gemma3_leaks
 from support.vision import FAMILIES, FEATURES, build_model, build_processor, message, picture, rows
 from sweep import image_families
@@ -34,27 +34,19 @@ ROWS = rows(12)
 def test_lengths_and_padded_batches_are_those_of_trl(family):
     collate = DataCollatorForVisionLanguageModeling(build_processor(family))
     batch = collate([dict(row) for row in ROWS])
-    found = measured(family, ROWS)
-    assert found.lengths.tolist() == batch["attention_mask"].sum(1).tolist()
-    everything = np.arange(len(found))
-    trained = found.count_trained(everything, 0 * everything, found.lengths)
+    table = measured(family, ROWS)
+    assert table.lengths.tolist() == batch["attention_mask"].sum(1).tolist()
+    numbers = np.arange(len(table))
+    trained = table.count_trained(numbers, 0 * numbers, table.lengths)
     assert trained.tolist() == (batch["labels"][:, 1:] != -100).sum(1).tolist()
-    texts = [row for row in everything if not ROWS[int(row)]["images"]]
-    assert texts
-    assert all((found.image_stops[row] == 0) == (row in texts) for row in everything)
-    for row in (0, texts[0]):
-        stop = found.image_stops[row]
-        kept = batch["input_ids"][row][: found.lengths[row]].tolist()
-        if family == "gemma3":  # the only one of these with a token for the placeholder in the text
-            placeholder = collate.processor.tokenizer.image_token_id
-        else:
-            placeholder = collate.processor.image_token_id
-        assert placeholder not in kept[stop:]
-        assert stop == 0 or kept[stop - 1] == placeholder or family == "gemma3"
+    assert (table.image_stops > 0).tolist() == [bool(images) for images in ROWS["images"]]
+    # gemma3 is the only one of these with a token for the placeholder in the text
+    tokens_of = collate.processor.tokenizer if family == "gemma3" else collate.processor
+    for tokens, stop in zip(batch["input_ids"], table.image_stops, strict=True):
+        assert tokens_of.image_token_id not in tokens[stop:]
+        assert stop == 0 or tokens[stop - 1] == tokens_of.image_token_id or family == "gemma3"
     layout = ImageExamples(processor_of(family)).layout
-    ours = PaddedImageCollator(layout, collate.processor.tokenizer.pad_token_id)(
-        [found.read(row, 0, found.lengths[row]) for row in everything]
-    )
+    ours = PaddedImageCollator(layout, collate.processor.tokenizer.pad_token_id)(documents_of(table))
     assert ours.keys() == batch.keys()
     for name in ours:
         assert torch.equal(ours[name], batch[name]), name
@@ -65,8 +57,10 @@ def test_a_row_is_one_document_for_every_form_of_trl():
     process = processor_of("llava", completion_only_loss=False)
     content = [{"type": "image"}, {"type": "text", "text": "ab"}]
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "c"}]
-    one = process({"image": image, "messages": chat})
-    assert process({"images": [image], "messages": chat})["input_ids"].tolist() == one["input_ids"].tolist()
+    one, several = (
+        process(image_column | {"messages": chat}) for image_column in ({"image": image}, {"images": [image]})
+    )
+    assert several["input_ids"].tolist() == one["input_ids"].tolist()
     plain = process({"images": [image], "text": "<image>ab"})["input_ids"]
     assert (plain == process.processor.image_token_id).sum() == 16
     completion = processor_of("llava", completion_only_loss=True)
@@ -92,8 +86,8 @@ def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
     assert again.lengths.tolist() == first.lengths.tolist()
     assert again.fingerprint == first.fingerprint
     monkeypatch.undo()
-    other = measured("idefics3", Dataset.load_from_disk(str(tmp_path)))
-    assert other.lengths.tolist() != first.lengths.tolist(), "another processor found the same file"
+    on_tiles = measured("idefics3", Dataset.load_from_disk(str(tmp_path)))
+    assert on_tiles.lengths.tolist() != first.lengths.tolist(), "another processor found the same file"
     documents = cached_documents(first, 200)
     assert documents.fingerprint
     assert documents.file is not None
@@ -101,57 +95,55 @@ def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
 
 
 def test_a_document_is_truncated_behind_its_images_or_dropped():
-    found = measured("qwen2_5_vl", ROWS)
-    limit = int(np.median(found.image_stops[found.image_stops > 0]))
-    documents = make_documents(found, limit)
-    assert (documents.stop >= found.image_stops[documents.row]).all()
+    table = measured("qwen2_5_vl", ROWS)
+    limit = int(np.median(table.image_stops[table.image_stops > 0]))
+    documents = make_documents(table, limit)
+    assert (documents.stop >= table.image_stops[documents.row]).all()
     assert documents.lengths.max() == limit
-    dropped = documents.ledger.dropped["overlong"].documents
-    assert dropped == (found.image_stops > limit).sum() > 0
-    assert documents.ledger.truncated.documents > 0
-    assert documents.ledger.kept.documents + dropped == len(ROWS)
-    cut = np.flatnonzero((documents.lengths == limit) & (found.image_stops[documents.row] > 0))[0]
-    document = found.read(documents.row[cut], 0, limit)
+    ledger = documents.ledger
+    dropped = ledger.dropped["overlong"].documents
+    assert dropped == (table.image_stops > limit).sum() > 0
+    assert ledger.truncated.documents > 0
+    assert ledger.kept.documents + dropped == len(ROWS)
+    cut = np.flatnonzero((documents.lengths == limit) & (table.image_stops[documents.row] > 0))[0]
+    document = table.read(documents.row[cut], 0, limit)
     assert len(document["input_ids"]) == len(document["labels"]) == document["mm_token_type_ids"].shape[1] == limit
     assert (document["labels"][1:] != -100).sum() == documents.trained[cut]
     with pytest.raises(ValueError, match=r"(?s)evaluation set have images that end behind `max_length=.*cannot be cut"):
-        make_documents(found, limit, keep_untrained=True)
+        make_documents(table, limit, keep_untrained=True)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "idefics3"])
 def test_a_document_is_split_outside_its_images(family):
     """Fragments have the tokens, labels and images of their document in order; one with a larger image is dropped."""
-    found = measured(family, ROWS)
-    largest = int(np.diff(np.stack(found._image_spans[1:]), axis=0).max())
-    limits = (n for n in range(largest, 400) if all(found.find_cuts(row, n) for row in range(len(found))))
+    table = measured(family, ROWS)
+    largest = int(np.diff(np.stack(table._image_spans[1:]), axis=0).max())
+    limits = (n for n in range(largest, 400) if all(table.find_cuts(row, n) for row in range(len(table))))
     limit = next(limits)  # the largest image, with the tokens around it
     assert largest <= limit <= largest + 4 or family == "idefics3", "its images are of several tiles"
-    documents = make_documents(found, limit, "split", keep_untrained=True)
+    documents = make_documents(table, limit, "split", keep_untrained=True)
     assert documents.lengths.max() <= limit
-    assert len(documents) > len(found)
     assert documents.ledger.split.documents > 2
     assert not documents.ledger.dropped
-    assert documents.image_count.sum() == found.image_counts.sum()
-    assert documents.image_values.sum() == pytest.approx(found.image_values.sum(), rel=0.02)
-    pixels = found._process.processor.image_token_id
-    for row in range(len(found)):
-        whole = found.read(row, 0, found.lengths[row])
+    assert documents.image_count.sum() == table.image_counts.sum()
+    assert documents.image_values.sum() == pytest.approx(table.image_values.sum(), rel=0.02)
+    process = processor_of(family)
+    placeholder = process.processor.image_token_id
+    axis = ImageExamples(process).layout.images["pixel_values"]
+    for row, document in enumerate(documents_of(table)):
         numbers = np.flatnonzero(documents.row == row)
-        parts = [found.read(row, documents.start[i], documents.stop[i]) for i in numbers]
+        fragments = [table.read(row, documents.start[i], documents.stop[i]) for i in numbers]
         for name in ("input_ids", "labels"):
-            assert np.array_equal(np.concatenate([part[name] for part in parts]), whole[name])
-        for i, part in zip(numbers, parts, strict=True):
-            assert ("pixel_values" in part) == (documents.image_count[i] > 0) == (pixels in part["input_ids"])
-            assert documents.trained[i] == (part["labels"][1:] != -100).sum()
-            first = documents.image_start[i]
-            stop = documents.image_stop[i]
-            where = np.flatnonzero(part["input_ids"] == pixels)
-            assert (where[0], where[-1] + 1) == (first, stop) if len(where) else first == stop == 0
-        images = [part["pixel_values"] for part in parts if "pixel_values" in part]
-        axis = ImageExamples(processor_of(family)).layout.images["pixel_values"]
-        assert not images or torch.equal(torch.cat(images, dim=axis), whole["pixel_values"])
-    small = make_documents(found, limit - 1, "split")
-    assert small.ledger.dropped["overlong"].documents > 0
+            assert np.array_equal(np.concatenate([fragment[name] for fragment in fragments]), document[name])
+        for i, fragment in zip(numbers, fragments, strict=True):
+            places = np.flatnonzero(fragment["input_ids"] == placeholder)
+            assert ("pixel_values" in fragment) == (documents.image_count[i] > 0) == (len(places) > 0)
+            assert documents.trained[i] == (fragment["labels"][1:] != -100).sum()
+            expected_span = (places[0], places[-1] + 1) if len(places) else (0, 0)
+            assert (documents.image_start[i], documents.image_stop[i]) == expected_span
+        images = [fragment["pixel_values"] for fragment in fragments if "pixel_values" in fragment]
+        assert not images or torch.equal(torch.cat(images, dim=axis), document["pixel_values"])
+    assert make_documents(table, limit - 1, "split").ledger.dropped["overlong"].documents > 0
 
 
 def broken(tmp_path) -> Dataset:
@@ -181,16 +173,16 @@ def broken(tmp_path) -> Dataset:
 )
 def test_a_bad_row_is_named_with_its_reason(tmp_path, row, reason):
     dataset = broken(tmp_path).select([0, row])
-    said = rf"(?s)1 of 2 rows of the train dataset.*Row 1: .*({reason}).*`bad_rows=\"drop\"`"
-    with pytest.raises(ValueError, match=said):
+    message = rf"(?s)1 of 2 rows of the train dataset.*Row 1: .*({reason}).*`bad_rows=\"drop\"`"
+    with pytest.raises(ValueError, match=message):
         measured("llava", dataset)
 
 
 def test_bad_rows_are_dropped_and_counted(tmp_path):
     process = processor_of("llava")
     dataset = broken(tmp_path)
-    found = ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=True))
-    ledger = make_documents(found, 100).ledger
+    table = ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=True))
+    ledger = make_documents(table, 100).ledger
     assert ledger.kept.documents == 1
     assert ledger.dropped["bad_row"].documents == 5
 
@@ -199,11 +191,11 @@ def test_a_transform_and_a_changed_image_are_refused():
     process = processor_of("llava")
     with pytest.raises(ValueError, match=r"(?s)12 rows has images and a transform.*another image at each reading"):
         measure(ROWS.with_transform(lambda row: row), process, "train", num_proc=None, drops=False)
-    found = measured("qwen2_5_vl", ROWS)
-    row = int(np.flatnonzero(found.image_stops)[0])
-    found.lengths = found.lengths + 1
+    table = measured("qwen2_5_vl", ROWS)
+    row = int(np.flatnonzero(table.image_stops)[0])
+    table.lengths = table.lengths + 1
     with pytest.raises(ValueError, match=rf"(?s)Row {row} of the dataset.*were? measured|must not change"):
-        found.read(row, 0, found.lengths[row])
+        table.read(row, 0, table.lengths[row])
 
 
 LAYOUTS = {
@@ -224,20 +216,20 @@ def test_the_layout_of_a_processor_is_learned(family):
 
 
 def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
-    found = measured("llava", ROWS)
+    documents = documents_of(measured("llava", ROWS))
+    texts = [document for document in documents if "pixel_values" not in document]
     examples = ImageExamples(processor_of("llava"))
     images = PackedImages(examples.layout, placeholder=examples.placeholder())
     collate = PackCollator(PackedDataCollator(), images)
-    texts = [found.read(row, 0, found.lengths[row]) for row in np.flatnonzero(found.image_stops == 0)]
-    alone = PackCollator(PackedDataCollator(), examples.images)(texts)
+    stock = PackCollator(PackedDataCollator(), examples.images)(texts)
     batch = collate(texts)
-    assert "pixel_values" not in alone
+    assert "pixel_values" not in stock
     assert len(batch["pixel_values"]) == 1
-    added = batch["input_ids"].shape[1] - alone["input_ids"].shape[1]
+    added = batch["input_ids"].shape[1] - stock["input_ids"].shape[1]
     assert added == len(images.placeholder["input_ids"])
     assert (batch["labels"][0, -added:] == -100).all()
-    mixed = int(np.flatnonzero(found.image_stops)[0])
-    assert len(collate([found.read(mixed, 0, found.lengths[mixed])])["cu_seq_lens_q"]) == 2
+    with_image = next(document for document in documents if "pixel_values" in document)
+    assert len(collate([with_image])["cu_seq_lens_q"]) == 2
 
 
 def test_positions_over_the_whole_row_are_found():
@@ -251,8 +243,8 @@ def test_positions_over_the_whole_row_are_found():
 
 
 # The sweep judges the rest, see tests/cli/test_check.py
-REST = ("mllama", "qwen3_5_moe", "glm4v_moe", "vipllava")
-JUDGED = sorted(image_families.FAMILIES.keys() - {*REST})
+JUDGED_BY_SWEEP = ("mllama", "qwen3_5_moe", "glm4v_moe", "vipllava")
+JUDGED = sorted(image_families.FAMILIES.keys() - {*JUDGED_BY_SWEEP})
 # images see each other, or all of a document does
 AS_ROWS = ("gemma3", "gemma4", *["paligemma"] * (not IS_5_24))
 

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 from datasets import Dataset, Features, Image, Json, List, Value
 from support import vision
-from support.chats import answer
+from support.chats import answer, user
 from support.models import build_tokenizer
 from support.versions import current_models
 
@@ -44,12 +44,12 @@ FORMS = {
 
 def rows(files, form, *, plain=False):
     """Return conversations with an image each, the last without."""
-    made = []
+    table = []
     for i, path in enumerate(files):
-        parts = [form(path)] * (i < NUM - 1) + [{"type": "text", "text": f"what {i}?"}]
-        messages = [{"role": "user", "content": parts}, answer([{"type": "text", "text": "red" * i}])]
-        made.append({"messages": [answer("I see"), *messages] if plain else messages})
-    return made
+        content = [form(path)] * (i < NUM - 1) + [{"type": "text", "text": f"what {i}?"}]
+        messages = [user(content), answer([{"type": "text", "text": "red" * i}])]
+        table.append({"messages": [answer("I see"), *messages] if plain else messages})
+    return table
 
 
 def in_column(files):
@@ -64,20 +64,17 @@ def in_column(files):
 
 def contents(dataset):
     """Return messages without keys that are None, and the pixels of images."""
-    given = [json.loads(json.dumps(row["messages"])) for row in dataset]
-    for part in (part for messages in given for message in messages for part in message["content"]):
-        for key in [key for key in part if part[key] is None]:
-            del part[key]
-    return given, [[(image.size, image.tobytes()) for image in row["images"]] for row in dataset]
+    without_none = lambda entry: {key: value for key, value in entry.items() if value is not None}  # noqa: E731
+    messages = [json.loads(json.dumps(row["messages"]), object_hook=without_none) for row in dataset]
+    return messages, [[(image.size, image.tobytes()) for image in row["images"]] for row in dataset]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_images_of_messages_become_a_column(form, files):
     expected = contents(in_column(files))
-    given = rows(files, FORMS[form])
-    assert contents(with_named_images(Dataset.from_list(given), "train")) == expected
-    as_json = Dataset.from_list(given, features=Features({"messages": List(Json())}))
-    assert contents(with_named_images(as_json, "train")) == expected
+    for features in (None, Features({"messages": List(Json())})):
+        table = Dataset.from_list(rows(files, FORMS[form]), features=features)
+        assert contents(with_named_images(table, "train")) == expected
 
 
 def test_decoded_images_inside_messages_become_a_column(files):
@@ -88,17 +85,10 @@ def test_decoded_images_inside_messages_become_a_column(files):
 
 
 def test_other_datasets_stay_as_they_are(files):
-    text = Dataset.from_list([{"messages": [{"role": "user", "content": [{"type": "text", "text": "the image"}]}]}])
-    column = in_column(files)
+    text = Dataset.from_list([{"messages": [user([{"type": "text", "text": "the image"}])]}])
     as_json = Dataset.from_list(text.to_list(), features=Features({"messages": List(Json())}))
-    for dataset in (
-        text,
-        column,
-        as_json,
-        text.to_iterable_dataset(),
-        None,
-        Dataset.from_dict({"text": ["image_url"]}),
-    ):
+    plain = Dataset.from_dict({"text": ["image_url"]})
+    for dataset in (text, as_json, text.to_iterable_dataset(), plain, in_column(files), None):
         assert with_named_images(dataset, "train") is dataset
 
 
@@ -123,24 +113,22 @@ def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
         return [(b["input_ids"].tolist(), b["labels"].tolist(), b["pixel_values"].tolist()) for b in first], trainer
 
     named = Dataset.from_list(rows(files, FORMS["url"]))
-    settings = {"assistant_only_loss": True}
-    for table in (named, named.to_iterable_dataset()):
-        column = in_column(files)
-        same = column if table is named else column.to_iterable_dataset()
-        found, run = batches(table, **settings)
-        assert found == batches(same, **settings)[0]
-    pad = run.processing_class.tokenizer.convert_tokens_to_ids(run.processing_class.image_token)
-    tokens, labels, _ = found[0]
+    column = in_column(files)
+    for table, same in ((named, column), (named.to_iterable_dataset(), column.to_iterable_dataset())):
+        named_batches, trainer = batches(table, assistant_only_loss=True)
+        assert named_batches == batches(same, assistant_only_loss=True)[0]
+    pad = trainer.processing_class.tokenizer.convert_tokens_to_ids(trainer.processing_class.image_token)
+    tokens, labels, _ = named_batches[0]
     assert pad in tokens[0]
     assert pad not in labels[0]
 
 
 def test_media_that_cannot_be_opened_are_refused(files):
-    video = {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}
+    video = Dataset.from_list([{"messages": [user([{"type": "video", "video": "a.mp4"}])]}])
+    images = Dataset.from_list(rows(files, FORMS["url"]))
     processor = vision.build_processor("qwen2_5_vl")
-    said = "has `video` in their messages, and no column of images"
-    with pytest.raises(ValueError, match=said):
-        check_data(Dataset.from_list([{"messages": [video]}]), processor).raise_if_lost()
-    assert check_data(Dataset.from_list(rows(files, FORMS["url"])), processor).complete
+    with pytest.raises(ValueError, match="has `video` in their messages, and no column of images"):
+        check_data(video, processor).raise_if_lost()
+    assert check_data(images, processor).complete
     with pytest.raises(ValueError, match="have `image_url` in their messages"):  # of a model of text
-        check_data(Dataset.from_list(rows(files, FORMS["url"])), build_tokenizer()).raise_if_lost()
+        check_data(images, build_tokenizer()).raise_if_lost()

@@ -14,5 +14,5 @@ def test_all_ranks_take_documents_with_images_or_none_does(ranks_with_images, le
     reading._trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2))
     images = SimpleNamespace(has_images=lambda document: len(document["input_ids"]) > 6)
     reading.examples = SimpleNamespace(images=images)
-    found = reading.select_alike_on_ranks(documents, lambda value: ranks_with_images * value)
-    assert [len(document["input_ids"]) for document in found] == lengths
+    selected = reading.select_alike_on_ranks(documents, lambda value: ranks_with_images * value)
+    assert [len(document["input_ids"]) for document in selected] == lengths

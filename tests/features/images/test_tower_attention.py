@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from features.images.processed import examples_of
+from support.attention import bounds_of
 from support.strict_varlen import StrictVarlen
 from support.versions import current_models
 from support.vision import build_model
@@ -25,24 +26,23 @@ HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
 
 def on_both(family):
     """Return (tower on sdpa, tower on our attention, arguments), in float64."""
-    tower, (args, kwargs) = call_of_tower(family)
-    given = tower.double()
-    ours = copy.deepcopy(tower).double()
-    args, kwargs = tree_map_only(torch.FloatTensor, torch.Tensor.double, (args, kwargs))
-    assert given.config._attn_implementation == REPLACED_ATTENTION
+    tower, call = call_of_tower(family)
+    stock = tower.double()
+    ours = copy.deepcopy(stock)
+    assert stock.config._attn_implementation == REPLACED_ATTENTION
     ours.config._attn_implementation = TOWER_ATTENTION
-    return given, ours, (args, kwargs)
+    return stock, ours, tree_map_only(torch.FloatTensor, torch.Tensor.double, call)
 
 
 def outcome(tower, args, kwargs):
     outs = leaves(tower(*args, **kwargs))
-    grads = torch.autograd.grad(sum((out * torch.arange(out.numel()).view_as(out).sin()).sum() for out in outs),
-                                [p for p in tower.parameters()], allow_unused=True)  # fmt: skip
+    loss = sum((out * torch.arange(out.numel()).view_as(out).sin()).sum() for out in outs)
+    grads = torch.autograd.grad(loss, [*tower.parameters()], allow_unused=True)
     return [out.detach() for out in outs], [torch.zeros(()) if grad is None else grad for grad in grads]
 
 
-def distance(ours, given):
-    return max(((a - b).norm() / max(b.norm().item(), 1e-6)).item() for a, b in zip(ours, given, strict=True))
+def distance(ours, stock):
+    return max(((a - b).norm() / max(b.norm().item(), 1e-6)).item() for a, b in zip(ours, stock, strict=True))
 
 
 @pytest.mark.parametrize("device", ["rows", "kernel"])
@@ -50,18 +50,17 @@ def distance(ours, given):
     "family", [pytest.param(f, marks=current_models) if f == "mistral3" else f for f in HANDING_OVER]
 )
 def test_outputs_and_gradients_are_those_of_sdpa(family, device, monkeypatch):
-    given, ours, (args, kwargs) = on_both(family)
-    wanted = outcome(given, args, kwargs)
+    stock, ours, (args, kwargs) = on_both(family)
+    expected_outputs, expected_grads = outcome(stock, args, kwargs)
     with StrictVarlen() as strict:
         if device == "kernel":  # as on CUDA
             monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
             for module in (flash, tower_attention):
                 monkeypatch.setattr(module, "CUDA_DTYPES", (torch.float64,))
-        found = outcome(ours, args, kwargs)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert distance(mine, theirs) < 1e-11
-    assert len(found[0]) > 0
-    assert any(grad.abs().max() > 1e-3 for grad in wanted[1])
+        outputs, grads = outcome(ours, args, kwargs)
+    assert distance(outputs, expected_outputs) < 1e-11
+    assert distance(grads, expected_grads) < 1e-11
+    assert any(grad.abs().max() > 1e-3 for grad in expected_grads)
     layers = getattr(ours.config, "depth", None) or ours.config.num_hidden_layers
     calls = layers if device == "kernel" else 0
     assert len(strict.forwards) == len(strict.backwards) == calls
@@ -113,8 +112,7 @@ def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatc
     packed = prepared("qwen2_5_vl")
     report = packed.prove(packed.model)
     assert report.passed
-    assert not packed.is_unpacked
-    assert not packed.repaired
+    assert not (packed.is_unpacked or packed.repaired)
     assert packed.model.config.vision_config._attn_implementation == REPLACED_ATTENTION
     assert "vision tower on sdpa, image by image: " in packed.attention.reason
     assert "attn_implementation='flash_attention_2'" in packed.attention.reason
@@ -135,9 +133,10 @@ def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
     monkeypatch.setattr(tower_attention, "flash_on_cuda", kernel)
     monkeypatch.setattr(tower_attention, "runs_flash", lambda *args, **kwargs: True)
     q = torch.randn(1, 2, 5, 4, dtype=torch.bfloat16)
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
     with pytest.raises(raised, match=str(error)):
-        tower_attention.tower_attention(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, max_length_q=3)
+        tower_attention.tower_attention(
+            torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds_of([3, 2]), max_length_q=3
+        )
 
 
 def prepared(family, **settings):
@@ -165,15 +164,16 @@ def test_the_users_choice_and_a_model_of_text_keep_their_tower(name, has_images)
     )
     packed.attach_packed_attention()
     assert model.config.vision_config._attn_implementation == name
-    said = "vision tower on eager, image by image: it is the user's choice"
-    assert said in packed.attention.reason if has_images else "tower" not in packed.attention.reason
+    reason = "vision tower on eager, image by image: it is the user's choice"
+    assert reason in packed.attention.reason if has_images else "tower" not in packed.attention.reason
 
 
 @pytest.mark.parametrize(
-    ("argument", "given"), [("is_causal", True), ("softcap", 5.0), ("s_aux", torch.zeros(2))], ids=lambda x: str(x)[:9]
+    "argument, value", [("is_causal", True), ("softcap", 5.0), ("s_aux", torch.zeros(2))], ids=lambda x: str(x)[:9]
 )
-def test_what_a_tower_needs_beyond_full_attention_is_refused(argument, given):
+def test_what_a_tower_needs_beyond_full_attention_is_refused(argument, value):
     q = torch.randn(1, 2, 5, 4)
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
     with pytest.raises(tower_attention.TowerAttentionError, match=f"gives {argument} to .*attn_implementation='sdpa'"):
-        tower_attention.tower_attention(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, **{argument: given})
+        tower_attention.tower_attention(
+            torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds_of([3, 2]), **{argument: value}
+        )

@@ -8,9 +8,11 @@ import pytest
 import torch
 import trl
 from accelerate.utils import DistributedType
+from features.images.processed import documents_of
 from support.rounding import LIMIT, weight_difference
 from support.runs import config, weights
 from support.vision import ROWS, SGD, build_model, make, message, rows
+from torch.nn.utils import parameters_to_vector
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.rank_share import RankShare
@@ -43,23 +45,23 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
         trainer.compute_loss(
             trainer.model, trainer._prepare_inputs(dict(batch)), num_items_in_batch=torch.tensor(1)
         ).backward()
-    packed = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-    alone = build_model(family).train()
+    unpacked = build_model(family).train()
     for i in documents:
         document = trainer.data.source.reader.read(spans.row[i], spans.start[i], spans.stop[i])
-        logits = alone(**trainer.data.reading.examples.unpacked_batch(document)).logits[0, :-1]
+        logits = unpacked(**trainer.data.reading.examples.unpacked_batch(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
-    wanted = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
-    assert (packed - wanted).norm() / wanted.norm() < 1e-5
+    packed, expected = (
+        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        for model in (trainer.model, unpacked)
+    )
+    assert (packed - expected).norm() / expected.norm() < 1e-5
 
 
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
     """Count the FLOPs of the pack in the tower once, too: each rank of a group gets all its images."""
     trainer = make(tmp_path)
-    documents = [
-        trainer.data.source.reader.read(row, 0, trainer.data.source.documents.lengths[row]) for row in range(4)
-    ]
+    documents = documents_of(trainer.data.source.reader)[:4]
 
     def counted(*packs):
         for pack in packs:
@@ -72,9 +74,9 @@ def test_a_pack_that_ranks_share_counts_once(tmp_path):
         return [sums[name] for name in ("flops", "tokens", "trained_tokens", "documents")]
 
     text = [{name: document[name] for name in ("input_ids", "labels")} for document in documents]
-    whole = counted(documents)
-    assert whole[0] > 1.01 * counted(text)[0], "no FLOPs in the tower"
-    assert counted(*(RankShare(documents, Group(2, index)) for index in range(2))) == pytest.approx(whole, rel=1e-12)
+    expected = counted(documents)
+    assert expected[0] > 1.01 * counted(text)[0], "no FLOPs in the tower"
+    assert counted(*(RankShare(documents, Group(2, index)) for index in range(2))) == pytest.approx(expected, rel=1e-12)
 
 
 # Evaluation
@@ -103,10 +105,10 @@ def test_evaluation_is_the_same_for_every_batch(tmp_path):
 def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
     trainer = make(tmp_path)
-    found = trainer.predict(held_out)
+    predicted = trainer.predict(held_out)
     lengths = trainer.data.reading.make_reader(held_out, "x").lengths
-    assert len(found.predictions) == 5
-    assert (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
+    assert len(predicted.predictions) == 5
+    assert (predicted.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
 
 def test_evaluation_sets_of_text(tmp_path):
@@ -137,34 +139,26 @@ def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
 
 def test_the_best_model_is_loaded_where_weights_are_saved_under_other_names(tmp_path, caplog):
     """transformers would warn of missing keys, and keep the last weights."""
-    settings = SGD | {
-        "max_steps": 2,
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 1,
-        "save_steps": 1,
-    }
-    settings |= {"load_best_model_at_end": True, "greater_is_better": True, "trainer_kwargs": {"eval_dataset": rows(4)}}
-    trainer = make(tmp_path, "qwen2_5_vl", **settings)
+    settings = SGD | {"max_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    settings |= dict.fromkeys(("eval_strategy", "save_strategy"), "steps") | {"eval_steps": 1, "save_steps": 1}
+    trainer = make(tmp_path, "qwen2_5_vl", **settings, trainer_kwargs={"eval_dataset": rows(4)})
     trainer.train()
     best, last = (
         type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{step}", dtype=torch.float32) for step in (1, 2)
     )
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     assert "missing keys" not in caplog.text
-    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (trainer.model, best, last)]
-    assert torch.equal(ends[0], ends[1])
-    assert not torch.equal(ends[1], ends[2])
+    loaded, best, last = (parameters_to_vector(model.parameters()) for model in (trainer.model, best, last))
+    assert torch.equal(loaded, best)
+    assert not torch.equal(best, last)
 
 
 def test_other_text_beside_the_same_images_is_another_dataset(tmp_path):
     few = ROWS.select(range(16))
-    other = [message("user", "other", len(few[0]["images"])), message("assistant", "c")]
-    changed = few.map(lambda row, i: row | ({"messages": other} if i == 0 else {}), True, features=ROWS.features)
-    same, again, found = (
-        make(tmp_path, dataset=data).data.source.documents.fingerprint for data in (few, few, changed)
-    )
-    assert same == again != found
+    chat = [message("user", "other", len(few[0]["images"])), message("assistant", "c")]
+    changed = few.map(lambda row, i: row | ({"messages": chat} if i == 0 else {}), True, features=ROWS.features)
+    fingerprints = [make(tmp_path, dataset=data).data.source.documents.fingerprint for data in (few, few, changed)]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 # The example
@@ -201,12 +195,12 @@ def test_weights_and_sources_of_rows_with_images(tmp_path):
     columns = {"weight_column": "share", "source_column": "source", "trainer_kwargs": {"eval_dataset": weighted}}
     trainer = make(tmp_path, dataset=weighted, **columns, **settings)
     # before training: the loss of each source is that of its rows alone, without weights
-    found = trainer.evaluate()
-    start = weights(trainer)
+    metrics = trainer.evaluate()
+    start_weights = weights(trainer)
     for name in ("text", "images"):
         rows_of = weighted.select([i for i in range(12) if source[i] == name])
-        assert found[f"eval_loss/{name}"] == pytest.approx(trainer.evaluate(rows_of)["eval_loss"], rel=1e-5)
+        assert metrics[f"eval_loss/{name}"] == pytest.approx(trainer.evaluate(rows_of)["eval_loss"], rel=1e-5)
     trainer.train()
-    alone = make(tmp_path, dataset=few.select([i for i in range(12) if share[i]]), **settings)
-    alone.train()
-    assert weight_difference(weights(trainer), weights(alone), start) <= LIMIT
+    without_zeros = make(tmp_path, dataset=few.select([i for i in range(12) if share[i]]), **settings)
+    without_zeros.train()
+    assert weight_difference(weights(trainer), weights(without_zeros), start_weights) <= LIMIT
