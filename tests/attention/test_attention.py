@@ -55,7 +55,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=current_models) if name == "opt" else name for name in MODELS]
 )
-def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):
+def test_a_packed_document_equals_itself_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):
     """Logits and gradients must be those of stock eager attention on each document by itself."""
     settings = {"dtype": torch.float64, **MODELS[model_type]}
     model_alone = tiny_model(model_type, attn_implementation="eager", **settings).train()
@@ -127,7 +127,7 @@ def test_a_saved_checkpoint_reloads_without_us(tiny_model, tmp_path):
 # The guard
 
 
-def test_guard_is_removable_and_survives_errors(tiny_model):
+def test_the_guard_is_removable_and_survives_errors(tiny_model):
     model = tiny_model("llama").train()
     guard = attend_packs(model)
     batch = make_pack()
@@ -162,7 +162,7 @@ def test_guard_is_removable_and_survives_errors(tiny_model):
     ],
 )
 @pytest.mark.parametrize("name", [ATTENTION_NAME, "sdpa"])
-def test_guard_refuses(name, changes, message, tiny_model):
+def test_the_guard_refuses_what_is_no_pack(name, changes, message, tiny_model):
     model = tiny_model("llama")
     set_attention(model, name)
     mark_packed_forwards(model)
@@ -189,7 +189,7 @@ def test_training_without_boundaries_is_refused(model_type, tiny_model):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "stablelm"])
-def test_a_pack_of_one_document(model_type, checkpointing, tiny_model, calls):
+def test_a_pack_of_one_document_reaches_the_kernel(model_type, checkpointing, tiny_model, calls):
     model = tiny_model(model_type).train()
     attend_packs(model)
     if checkpointing:
@@ -199,7 +199,7 @@ def test_a_pack_of_one_document(model_type, checkpointing, tiny_model, calls):
 
 
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
-def test_guard_on_peft_and_on_a_replaced_forward(task_type, tiny_model, calls):
+def test_the_guard_works_on_peft_and_on_a_replaced_forward(task_type, tiny_model, calls):
     """TRL replaces `forward`; PEFT wraps the model. The hooks sit on the transformers model and run in both."""
     adapter = LoraConfig(target_modules=["q_proj"], task_type=task_type)
     model = get_peft_model(tiny_model("llama"), adapter).train()
@@ -214,7 +214,7 @@ def test_guard_on_peft_and_on_a_replaced_forward(task_type, tiny_model, calls):
         model(**make_pack(use_cache=True))
 
 
-def test_multimodal_text_part_only(calls):
+def test_only_the_text_part_of_a_multimodal_model_gets_our_attention(calls):
     vision = pytest.importorskip("support.vision")  # needs Pillow
     model = vision.build_model("gemma3")
     choice = select_attention(model)

@@ -103,7 +103,9 @@ DROPOUT = {"gpt2": "attn_pdrop", "llama": "attention_dropout", "bert": "attentio
         ("gpt_oss", {}, "kernels-community/vllm-flash-attn3", True, "kernels-community/vllm-flash-attn3"),
     ],
 )
-def test_precedence_on_cuda(model_type, settings, users, flash_attn, expected, tiny_model, machine):
+def test_on_cuda_the_first_kernel_that_serves_is_chosen(
+    model_type, settings, users, flash_attn, expected, tiny_model, machine
+):
     machine(flash_attn)
     model = with_attention(tiny_model(model_type, **settings), users)
     # transformers' own list guards gpt_oss, but not every model with sinks
@@ -178,7 +180,7 @@ def test_the_dtype_that_reaches_the_kernel_decides(tiny_model, machine):
         (False, (9, 0), None, "built without flash attention"),
     ],
 )
-def test_cuda_varlen_problem(built, capability, hip, problem, monkeypatch):
+def test_what_a_cuda_machine_lacks_for_the_kernels_is_named(built, capability, hip, problem, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

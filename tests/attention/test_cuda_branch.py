@@ -115,7 +115,7 @@ CASES = [pytest.param(kind, case, marks=marks_of(case)) for kind, case in produc
 
 
 @pytest.mark.parametrize("model_type, case", [*CASES, ("llama", "by length")])
-def test_no_read_on_the_host(model_type, case, as_on_cuda, monkeypatch):
+def test_a_step_reads_nothing_on_the_host(model_type, case, as_on_cuda, monkeypatch):
     model = prepared(model_type)
     if "reentrant" in case:
         enable_checkpointing(model, case == "reentrant")
@@ -158,7 +158,7 @@ def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tm
     assert calls.kernels == {"forward": layers * (1 if is_listed else 2), "backward": layers}
 
 
-def test_one_graph_for_packs_of_one_shape(as_on_cuda):
+def test_packs_of_one_shape_have_one_graph(as_on_cuda):
     torch._dynamo.reset()
     model = prepared("llama")
     counter = CompileCounter()
@@ -175,7 +175,7 @@ def test_one_graph_for_packs_of_one_shape(as_on_cuda):
     "model_type, shares",
     [("gpt_oss", False), pytest.param("llama4_text", True, marks=needs("prefixes"))],
 )
-def test_one_graph_without_breaks(model_type, shares, as_on_cuda):
+def test_other_documents_need_no_other_graph_and_no_break(model_type, shares, as_on_cuda):
     """`fullgraph=True` raises at a graph break; other documents need no other graph."""
     torch._dynamo.reset()
     model = prepared(model_type)

@@ -45,7 +45,7 @@ def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
 @pytest.mark.processes
 @pytest.mark.skipif(not find_spec("PIL"), reason="needs PIL")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_with_images_on_the_flash_path(family, judged):
+def test_a_pack_with_images_is_proved_on_the_flash_path(family, judged):
     """It is chosen for the whole model, as users do: the tower runs on it, too, with boundaries of its own."""
     row = judged[family]
     assert row["attention"] == row["tower"] == "flash_attention_2"
@@ -55,7 +55,7 @@ def test_a_pack_with_images_on_the_flash_path(family, judged):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_trainings_on_the_flash_path(tmp_path):
+def test_trainings_on_the_flash_path_are_right_and_stay_on_it(tmp_path):
     """Train full and LoRA, without and with both kinds of checkpointing, fp32 weights under bf16 autocast."""
     trained = rows_of("on_flash_attn.py", tmp_path, "train", str(tmp_path / "output"))
     assert len(trained) == 12

@@ -105,7 +105,7 @@ def test_rounding_is_that_of_sdpa(dtype, window, sinks):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 20, "sinks": True}], ids=str)
 @pytest.mark.parametrize("attend", [attend_on_cpu, attend_by_document])
-def test_dropout(attend, options):
+def test_dropout_drops_the_same_weights_in_backward_and_stays_in_its_document(attend, options):
     """It keeps the mean, drops the same weights in backward, and values of one document do not reach another."""
     query, key, value, sinks = random_inputs(40, sinks=True)
     value = torch.ones_like(value, requires_grad=True)
@@ -143,7 +143,7 @@ class LargestTensor(TorchDispatchMode):
     ids=str,
 )
 @pytest.mark.parametrize("lengths", [[2048], [1500, 48, 500]], ids=["one document", "three documents"])
-def test_no_tensor_of_size_t_squared(lengths, options):
+def test_no_tensor_has_t_squared_entries(lengths, options):
     num_tokens = sum(lengths)
     query, key, value, sinks = random_inputs(num_tokens, heads=1, kv_heads=1, sinks=True, dtype=torch.float32)
     options = {**options, "sinks": sinks if options.get("sinks") else None}
@@ -381,7 +381,7 @@ def running_forward():
         yield
 
 
-def test_boundaries_from_any_source():
+def test_boundaries_are_taken_from_any_source():
     query, key, value = random_inputs(T)
     expected = dense_attention(query, key, value, LENGTHS, 8**-0.5).transpose(1, 2)
 
@@ -444,7 +444,7 @@ def test_a_packed_call_refuses(arguments, message):
         varlen_attention(Layer(), **CALL | arguments)
 
 
-def test_boundaries_on_a_device():
+def test_boundaries_on_a_device_come_from_all_four_or_from_positions():
     with pytest.raises(ValueError, match=r"cu_seq_lens_q but not all of.*wait for the device.*Pass all four"):
         _pack_of({"cu_seq_lens_q": BOUNDS}, None, T, stays_on_device=True)
     for source in (FROM_KWARGS, {"position_ids": POSITIONS}):

@@ -70,7 +70,7 @@ def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tables):
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
-def test_trainings_on_the_kernels(tables):
+def test_trainings_on_the_kernels_end_as_unpacked_ones(tables):
     """Train full and LoRA, without and with a kind of checkpointing each, against padded rows of unpacked training."""
     rows = tables["train"]
     assert [row["type"] for row in rows] == ["bamba"] * 4 + ["kimi_linear"] * 4

@@ -283,7 +283,7 @@ def turns_of(num_turns, generator):
 
 @pytest.mark.parametrize("num_turns", [5, prefixes.MAX_LEVELS, 3 * prefixes.MAX_LEVELS + 2])
 def test_deep_branches_need_few_calls(num_turns):
-    """Output and gradients of a scan from states, in fp64, against each document alone; also with a state forgotten."""
+    """Compare output and gradients of a scan from states, in fp64, with each document alone."""
     documents = turns_of(num_turns, torch.Generator().manual_seed(0))
     batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
     layout = layout_of(batch)
@@ -319,11 +319,6 @@ def test_deep_branches_need_few_calls(num_turns):
     assert (gradient - expected).abs().max() < 1e-12 < expected.abs().max()
     scanned = sum(rows.numel() for level in levels for rows in level.batches)
     assert scanned < sum(map(len, documents)), "packed whole, the scan has more rows"
-    for level in levels:
-        if level.parents is not None:
-            level.parents.zero_()  # all go on from the beginning
-    with in_double():
-        assert (run_mixer(pack, batch["input_ids"][0])[torch.cat(own_rows)] - outputs_alone).abs().max() > 1e-3
 
 
 def test_a_triton_kernel_without_a_gpu_is_named():

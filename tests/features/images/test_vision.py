@@ -111,7 +111,7 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
     assert (predicted.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
 
-def test_evaluation_sets_of_text(tmp_path):
+def test_an_evaluation_set_of_text_is_evaluated(tmp_path):
     plain = [message("user", "a"), message("assistant", "bc")]
     text = rows(6, seed=5).remove_columns("images").map(lambda row: {"messages": plain})
     trainer = make(tmp_path, trainer_kwargs={"eval_dataset": text})
@@ -185,7 +185,7 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
 # Weights and sources of rows
 
 
-def test_weights_and_sources_of_rows_with_images(tmp_path):
+def test_rows_with_images_have_their_weights_and_sources(tmp_path):
     """Rows of weight 0 train nothing, so the others train alone; and each source has the loss of its rows."""
     few = ROWS.select(range(12))
     share = [0.0 if i % 3 == 1 else 1.0 for i in range(12)]

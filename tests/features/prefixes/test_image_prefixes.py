@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import faults
 from support.runs import logged
+from support.shared_rows import detach_keys
 from support.vision import PICTURES, QUESTIONS, SGD, build_model, make
 
-from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.loaders import PackCollator
 from trl_packfix.features.images.examples import ImageExamples
 from trl_packfix.features.prefixes.collator import PrefixCollator
@@ -157,16 +157,8 @@ def test_the_probe_sees_images_without_a_gradient():
     def note(module, args, kwargs):
         is_image[:] = [kwargs["input_ids"][0] == placeholder]
 
-    def detach_images(module, args, output):
-        running = this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
-        if running is None or running.kv_index is None:
-            return output
-        return torch.where(is_image[0][:, None], output.detach(), output)
-
     model.register_forward_pre_hook(note, with_kwargs=True)
-    for layer in model.base_model.language_model.layers:
-        layer.self_attn.v_proj.register_forward_hook(detach_images)
-        layer.self_attn.k_proj.register_forward_hook(detach_images)
+    detach_keys(model.base_model.language_model.layers, lambda pack: is_image[0])
     report = check_packs(model, 512, user_attention=packed.attention.previous, feature=packed.feature)
     assert (report.equal, report.isolated) == (True, False)
     assert report.max_gradient > 1e-2

@@ -7,12 +7,12 @@ import torch
 from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import build_trainer
+from support.shared_rows import detach_keys
 from sweep import zoo
 from sweep.judge import PrefixJudge, with_prefixes
 from transformers.utils import logging
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.features.prefixes import probe as prefix_probe
 from trl_packfix.features.prefixes.collator import PrefixCollator
@@ -84,16 +84,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     packed = packed_model(model)
     packed.prove(model)
 
-    def detach_shared(module, args, output):
-        running = this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
-        if running is None or running.kv_index is None:
-            return output
-        num = min(12, int(running.cu_seq_lens_q[1]))
-        return torch.cat([output[:, :num].detach(), output[:, num:]], dim=1)
-
-    for layer in model.model.layers:
-        layer.self_attn.v_proj.register_forward_hook(detach_shared)
-        layer.self_attn.k_proj.register_forward_hook(detach_shared)
+    detach_keys(model.model.layers, lambda pack: slice(min(12, int(pack.cu_seq_lens_q[1]))))
     report = check_packs(model, 64, feature=PrefixSharing("pack"))
     assert (report.equal, report.isolated) == (True, False)
     assert report.max_gradient > 1e-2
