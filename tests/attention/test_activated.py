@@ -11,13 +11,12 @@ import pytest
 import support
 import torch
 import torch.nn.attention
-from support.attention import bounds_of, one_launch, outputs_and_gradients, random_inputs
+from support.attention import bounds_of, one_launch, outputs_and_gradients, random_inputs, take_path_of_cuda
 from support.features import PRESENT, needs, sharing
 from support.models import build_tiny_model
 from support.shared_rows import pack_of
 from support.strict_varlen import ATEN, StrictVarlen
 
-from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import activated_in_torch, choose_attention
 from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
@@ -48,8 +47,7 @@ class Dispatched(StrictVarlen):
 def fa3(monkeypatch):
     """Activate the stand-in as on a machine with a Hopper GPU, and yield its record."""
     monkeypatch.syspath_prepend(str(Path(support.__file__).parent / "flash_attn_3_site"))
-    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    take_path_of_cuda(monkeypatch)
     checked = _fa3._fa3_common_support_error
 
     def on_this_device(query, tensors, dropout_p, cum_seq_q, *descale):

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.attention import take_path_of_cuda
 from support.models import attend_packs, build_tiny_model
 from support.strict_varlen import StrictVarlen
 
-from trl_packfix.attention import choice, varlen
 from trl_packfix.data import by_length
 from trl_packfix.data.by_length import ByLength, plan_launches
 from trl_packfix.data.collator import PackedDataCollator
@@ -72,8 +72,7 @@ def test_one_launch_where_nothing_is_gained():
 
 
 def trained(batch, monkeypatch):
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
-    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    take_path_of_cuda(monkeypatch)
     model = build_tiny_model("gpt_oss", dtype=torch.bfloat16, seed=0).train()  # windows and sinks
     attend_packs(model, device_type="cuda")
     batch = {name: x for name, x in batch.items() if name not in (WEIGHTS, "labels")}

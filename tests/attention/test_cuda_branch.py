@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.attention import MODELS
+from support.attention import MODELS, take_path_of_cuda
 from support.features import needs, sharing
 from support.models import attend_packs, build_tiny_model
 from support.runs import build_trainer, texts
@@ -21,7 +21,7 @@ from support.versions import enable_checkpointing, selects_checkpoints
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_packfix.attention import choice, runs, varlen
+from trl_packfix.attention import choice, runs
 from trl_packfix.compat import VARLEN_KERNEL
 from trl_packfix.data import by_length
 from trl_packfix.data.collator import PackedDataCollator
@@ -68,9 +68,8 @@ def _reader():
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cuda", "meta"})
+    take_path_of_cuda(monkeypatch, "meta")
     monkeypatch.setattr(choice, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
 
 

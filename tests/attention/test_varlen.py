@@ -17,6 +17,7 @@ from support.attention import (
     one_launch,
     outputs_and_gradients,
     random_inputs,
+    take_path_of_cuda,
 )
 from support.models import attend_packs
 from support.strict_varlen import StrictVarlen
@@ -310,7 +311,7 @@ def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
 @pytest.mark.parametrize("installed", [False, True], ids=["", "ffpa-attn"])
 def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
     """On CUDA its full layers have wider heads than the kernels of torch take, its other layers do not."""
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    take_path_of_cuda(monkeypatch)
     heads = set()
 
     def noting(attend):
@@ -323,7 +324,6 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
     monkeypatch.setattr(varlen, "attend_on_cpu", noting(attend_by_document))
     for module in (varlen, kernels, choice):
         monkeypatch.setattr(module, "wide_kernel", lambda: noting(wide_stand_in) if installed else None)
-    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(choice, "is_flash_attn_2_available", lambda: True)
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
     sizes = {"head_dim": 8, "global_head_dim": 264, "num_kv_shared_layers": 0, "dtype": torch.bfloat16}

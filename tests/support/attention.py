@@ -1,7 +1,9 @@
 """Models with every kind of attention, states for attention functions, and what their results are compared by."""
 
+import pytest
 import torch
 
+from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.kernels import KernelLaunch
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.group import ALONE
@@ -39,6 +41,12 @@ def largest_gradient_error(model, reference):
     pairs = [(a, b) for a, b in pairs if a is not None]
     assert pairs
     return max((a - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
+
+
+def take_path_of_cuda(patch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+    """Let packs on this device take the path of CUDA, with the kernels of torch, for which a test has a stand-in."""
+    patch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    patch.setattr(varlen, "FLASH_DEVICES", {"cuda", device})
 
 
 def bounds_of(lengths):

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback, TrainerCallback, modeling_flash_attention_utils
 
-from trl_packfix.attention import choice, varlen
-
+from .attention import take_path_of_cuda
 from .models import build_tiny_model
 from .runs import build_trainer
 from .strict_varlen import StrictVarlen
@@ -106,8 +105,7 @@ def kernels_in_place() -> Iterator[IdleKernels]:
     functions = (None, varlen_function, None, utils._pad_input, utils._unpad_input)
     loaded = functions, (utils._lazy_define_process_function(varlen_function), None)
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("aten", "IMPL") as operators:
-        patch.setattr(choice, "cuda_varlen_problem", lambda: None)
-        patch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+        take_path_of_cuda(patch)
         patch.setattr(utils, "lazy_import_flash_attention", lambda *args, **options: loaded)
         operators.impl("_flash_attention_forward", kernels.forward, "CPU")
         operators.impl("_flash_attention_backward", kernels.backward, "CPU")

@@ -26,6 +26,8 @@ from unittest import mock
 import strict
 import torch
 from peft import LoraConfig
+from pytest import MonkeyPatch
+from support.attention import take_path_of_cuda
 from support.host_reads import ReadsOfSteps
 from support.launch import print_rows, seen_by
 from support.runs import build_trainer, texts
@@ -35,7 +37,6 @@ from sweep.double import in_double
 from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 
-from trl_packfix.attention import choice, varlen
 from trl_packfix.features.hybrids.support import HybridMixers
 from trl_packfix.isolation.check_isolation import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
@@ -122,12 +123,8 @@ def reads(model_type: str) -> dict:
     model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     watch = ReadsOfSteps()
     settings = {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(choice, "cuda_varlen_problem", lambda: None),
-        mock.patch.object(varlen, "FLASH_DEVICES", {"cpu"}),
-        StrictVarlen(),
-    ):
+    with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch, StrictVarlen():
+        take_path_of_cuda(patch)
         trainer = build_trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
         watch.switch = lambda is_on: recorded() if is_on else reads_of_run.update(recorded())
         reads_of_run: dict = {}

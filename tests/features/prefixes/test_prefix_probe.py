@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
+from support.attention import take_path_of_cuda
 from support.models import build_tiny_model
 from support.runs import build_trainer
 from support.shared_rows import detach_keys
@@ -181,7 +182,7 @@ def test_attention_that_looks_up_keys_is_chosen_on_cuda(users, monkeypatch):
     model = build_tiny_model("llama")
     model.config._attn_implementation_internal = users
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(attention, "cuda_varlen_problem", lambda: None)
+    take_path_of_cuda(monkeypatch)
     packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=PrefixSharing("pack"))
     assert packed.attention.name == ATTENTION_NAME
     assert packed.attention.is_flash
