@@ -429,22 +429,30 @@ class TokenReader(RowReader):
         if not self._has_labels:
             return are_tokens
         assert self._label_source is not None
-        if self._label_source.first_rows != self._tokens.first_rows:
-            # The chunks of the two columns hold different rows, so each span is read by itself
-            for i, span in enumerate(zip(row.tolist(), start.tolist(), stop.tolist(), strict=True)):
-                columns = self.read(*span)
+
+        def compare_one_by_one(spans: Int64Array) -> None:
+            for i in spans.tolist():
+                columns = self.read(int(row[i]), int(start[i]), int(stop[i]))
                 is_ignored = columns["labels"] == IGNORE_INDEX
                 are_tokens[i] = (is_ignored | (columns["labels"] == columns["input_ids"])).all()
+
+        if self._label_source.first_rows != self._tokens.first_rows:
+            # The chunks of the two columns hold different rows
+            compare_one_by_one(np.arange(len(row)))
             return are_tokens
         chunks = zip(self._tokens.by_chunk(row), self._label_source.by_chunk(row), strict=True)
         for (tokens, spans, token_offset), (labels, _, label_offset) in chunks:
+            # Each row has as many labels as tokens. So in a chunk, where rows follow each other in both columns, the
+            # labels of every row stand `shift` values behind its tokens
+            shift = int(label_offset[0] - token_offset[0])
+            if (label_offset - token_offset != shift).any():
+                # Between them lies a row with another number of labels, which the dataset leaves out (`filter`)
+                compare_one_by_one(spans)
+                continue
             first = token_offset + start[spans]
             last = token_offset + stop[spans]
             low = int(first.min())
             high = int(last.max())
-            # Each row has as many labels as tokens. So in a chunk, where rows follow each other in both columns, the
-            # labels of every row stand `shift` values behind its tokens
-            shift = int(label_offset[0] - token_offset[0])
             chunk_labels = labels[low + shift : high + shift]
             is_wrong = (chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high])
             are_tokens[spans] = _count_marked(is_wrong, first - low, last - low) == 0

@@ -322,6 +322,16 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     assert rows_reversed.labels_are_tokens(rows, starts, np.array([50, 50, 50])).tolist() == [False, True, True]
 
 
+def test_labels_of_a_row_that_the_dataset_leaves_out_are_not_read():
+    """The row in the middle has fewer labels than tokens, so labels behind it lie elsewhere than tokens."""
+    table = Dataset.from_dict(
+        {"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8], [9]], "labels": [[1, 2, 3], [4], [6, 0, 8], [9]]}
+    )
+    reader = TokenReader(table.select([0, 2, 3]))
+    rows = np.arange(3)
+    assert reader.labels_are_tokens(rows, np.zeros(3, dtype=np.int64), reader.lengths).tolist() == [True, False, True]
+
+
 def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [row.tolist() for row in tokens]}).select([2, 0, 1]))
