@@ -12,6 +12,7 @@ Words:
                      (`isolation/repair.py`) runs it on batches of several rows, one document per row, padded on the
                      right. Elsewhere a pack is a batch of one row
     leak probe       the test of a model that finds such modules before training (`isolation/probe.py`)
+    mixer            a layer that mixes tokens without attention, by a convolution or a recurrence (`mixer_support.py`)
     part             with sequence parallelism several neighbouring ranks share a pack, and each holds a part of its
                      tokens
     run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
@@ -73,7 +74,7 @@ def once_per_pack(function: PackFunction) -> PackFunction:
 class PackedForward:
     """The boundaries of one packed forward. Where ranks share the pack, they describe the whole pack.
 
-    Fields never change after construction, but the dataclass is not frozen. torch 2.11 would treat all fields of a
+    Only `derived` changes after construction, but the dataclass is not frozen. torch 2.11 would treat all fields of a
     frozen dataclass as constants of a graph, and would compile again for each new length of the longest document.
 
     Attributes:
@@ -95,8 +96,8 @@ class PackedForward:
             wastes time on documents that are much shorter than its longest (planned by `data/by_length.py`). Each is
             (first document, last document + 1, first token, last token + 1, tokens of the longest document), on the
             host. (): one launch of all documents.
-        mixers: the functions by which the model's mixers mix tokens: `enter` replaces them for this forward, and
-            `leave` restores them. The default is None, because torch.compile cannot construct a default that is an
+        mixers: the functions that the model's mixers call: `enter` replaces them for this forward, and `leave`
+            restores them. The default is None, because torch.compile cannot construct a default that is an
             object.
         derived: the cached results of functions that are `once_per_pack`.
     """
@@ -148,7 +149,8 @@ class PackedForward:
         Args:
             budget: the most tokens of a batch, padding included; 0 for one document per batch, infinity for one batch.
         """
-        # `all_in_one_batch` is entered or left only between forwards, so the cached result of this pack stays right.
+        # The budget also depends on `all_in_one_batch`, which is entered or left only between forwards. So the cached
+        # result of this pack stays right.
         return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided_budget(budget))
 
     @once_per_pack
@@ -204,7 +206,8 @@ this_thread = ThreadState()
 def all_in_one_batch() -> Iterator[None]:
     """Make `document_rows` put all documents into one batch within this context, unless the budget is 0.
 
-    The leak probe uses this context, because in training documents of any two lengths may come into one batch.
+    The leak probe uses this context, so that its few documents, of very different lengths, share a batch. In training
+    any two documents may share one.
     """
     this_thread.num_undivided += 1
     try:

@@ -8,12 +8,13 @@ module registers two functions with transformers: `varlen_attention`, which each
 A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if a packed forward is running. A
 packed call without boundaries, or with a mask, a cache or several rows, raises an error. Every other call, such as
 `generate` with its cache or a padded evaluation batch, gives the result of transformers' `sdpa`. Sinks and softcap,
-which `sdpa` does not support, are then computed here.
+which `sdpa` does not support, are then computed here. In a repaired module (see below) a call with a mask, or one that
+is not causal, is never packed.
 
 The boundaries come from the argument `cu_seq_lens_q`, else from the `PackedForward` that is running: hooks on the model
-record it when a forward gets a pack (`packed_forward.py`). In one case both are missing: some layers pass only
-positions to their attention (stablelm), and some checkpointing, such as FSDP's, recomputes a layer in backward without
-the `PackedForward`. The boundaries are then read from `position_ids`.
+record it when a forward gets a pack (`packed_forward.py`). Both are missing if a layer that passes only positions to
+its attention (stablelm) is recomputed in backward by checkpointing that does not enter the `PackedForward` again, such
+as FSDP's. The boundaries are then read from `position_ids`.
 
 Words:
 
@@ -96,7 +97,8 @@ class OwnMaskError(ValueError):
             values and needs no gradient. A bias, or a mask that is learned, does more than hide.
 
     Args:
-        mask: the mask; None if the error was raised before the model had computed it, so that it may only hide keys.
+        mask: the mask; None if the error was raised before the model had computed it. An unknown mask counts as one
+            that may only hide keys.
     """
 
     def __init__(self, message: str, mask: Tensor | None):
@@ -212,7 +214,8 @@ def _attend_documents(
         return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash_options)
     device = query.device.type
     if pack.kv_index is not None:
-        # Documents share prefixes: `pack.kv_index` lists the keys of each run. Only flash kernels look them up.
+        # Documents share prefixes: `pack.kv_index` lists the keys of each run. Only flash kernels look them up, so the
+        # kernel for wide heads is refused, too.
         obstacle = ""
         if dropout > 0:
             obstacle = f"dropout={dropout}"
@@ -382,7 +385,7 @@ def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: 
 
 
 def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    """Return whether ffpa-attn computes this call: it has wide heads, and no option except the scale."""
+    """Return whether ffpa-attn (kernels for wide heads) computes this call, which has no option except the scale."""
     return (
         query.dtype in CUDA_DTYPES
         and kernel_head_dim(query, value) > MAX_CUDA_HEAD_DIM
@@ -432,7 +435,8 @@ def _pack_of(
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
         return PackedForward(bounds, bounds, max(lengths), max(lengths), group=ALONE)
-    # 4. The arguments. Only flash kernels read the length of the longest document. For others T stands for it.
+    # 4. The arguments. Only kernels that read boundaries on the device need the length of the longest document. For
+    #    others, T takes its place.
     if not stays_on_device:
         return PackedForward(bounds, bounds, num_tokens, num_tokens, group=ALONE)
     if not has_all_arguments:
@@ -484,6 +488,7 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
         )
     starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
     is_recomputation = in_backward()  # a forward inside of a backward recomputes a layer
+    # A single token can only be a single document
     if len(starts) == 2 and num_tokens > 1 and not is_recomputation:
         raise ValueError(
             f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, which models "
@@ -515,6 +520,7 @@ def cast_for_autocast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
         dtype = torch.get_autocast_dtype(device_type)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
     # peft sets the norms of quantised models to fp32. Norms of queries then make the queries fp32, too.
+    # `get_target_dtype` reads the dtype from the module's config or from its first linear layer.
     has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
     if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
         dtype = get_target_dtype(tensors[0], module)
@@ -538,12 +544,13 @@ def _unpacked_math(
     num_rows, _, num_queries, _ = query.shape
     if num_queries == 1 or not is_causal:
         return math_in_tiles(query, key, value, is_causal=False, mask=mask, **options)
-    # Without a mask there is neither padding nor a window. So each row is computed like a document of a pack. A static
-    # cache may have more keys than the prompt has queries. Then only the first keys are filled.
+    # transformers makes a mask wherever padding or a window hides a key. So without a mask, each row is computed like a
+    # document of a pack. A static cache may have more keys than the prompt has queries. Then only the first are filled.
     key = key[:, :, :num_queries]
     value = value[:, :, :num_queries]
     # (B, H, L, D) -> (1, H, B * L, D), all rows end to end
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+    # In fp32, flash kernels raise an error, which is right for a pack. A call that is not packed must have a result.
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
         pack = PackedForward(bounds, bounds, num_queries, num_queries, group=ALONE)
