@@ -38,7 +38,7 @@ def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launche
         bounds: first token of each of N documents, followed by the number of tokens, shape (N + 1,).
         longest: the value of `max_length_q` in the batch. It is at least the number of tokens of the longest document,
             and more where packs of different documents must have equal shapes. A single launch of all documents would
-            start blocks for so many tokens in each document.
+            start blocks for `longest` tokens in each document.
 
     Returns:
         The launches. Documents without tokens are in no launch. The tuple is empty if a single launch is used: at least
@@ -78,6 +78,6 @@ class ByLength:
         # `like`: the sorted documents are for the same group of ranks as the pack
         batch = self.collate(RankShare.like(pack, longest_first))
         launches = plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"])
-        if launches:
+        if launches:  # `layout_of` makes the layout from the boundaries if the batch has none
             batch[LAYOUT_KEY] = replace(layout_of(batch), launches=launches)
         return batch

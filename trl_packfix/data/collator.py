@@ -63,7 +63,7 @@ class DocumentRun(NamedTuple):
 
     document: int  # index of the document in the batch
     first: int = 0
-    # Images are counted only if documents share rows
+    # Images are counted only if documents share rows. `features/prefixes/images.py` divides FLOPs by these numbers
     images_before: int = 0  # number of images of the document that begin before `first`
     num_images: int = 0  # number of all images of the document
 
@@ -197,12 +197,13 @@ class PackedDataCollator:
     def collate_with_rows(
         self, documents: Sequence[dict[str, Any]], degree: int = 1
     ) -> tuple[dict[str, Any], list[DocumentRun], list[npt.NDArray[Any]]]:
-        """Make the batch of a pack, as `collate` does, for callers that look for the rows of each document.
+        """Make the batch of a pack, as `collate` does, and also return the rows of each document.
 
         Returns:
-            The batch; the runs; and for each document the rows of all its n tokens, also of shared tokens, shape (n,).
+            The batch; the runs; and for each document the rows of all its n tokens, shape (n,). If documents share
+            rows, its run has only the rows behind the shared ones.
         """
-        # Not `self.collate`: a `PrefixCollator` calls this method there
+        # Not `self.collate`, because `PrefixCollator.collate` calls this method
         batch, runs = PackedDataCollator.collate(self, documents, degree)
         bounds = np.cumsum([0, *(len(document["input_ids"]) for document in documents)])
         return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
@@ -215,15 +216,15 @@ class PackedDataCollator:
         Returns:
             - the indices of the documents, in the order of the pack;
             - the number of rows that each document shares with the document before it, in the order of the pack;
-            - what was compared to find these numbers, tokens and images, for each document in the order of the
-              argument; here nothing.
+            - what was compared to find these numbers, tokens and images, for each document in the order of
+              `documents`. Here nothing is compared, and the list is empty.
         """
         return [*range(len(documents))], [0] * len(documents), []
 
     def _num_padding(self, num_tokens: int, degree: int) -> int:
         """Return the number of padding tokens of a pack that `degree` ranks share."""
         multiple = self.pad_to_multiple_of or 1
-        # With `max_length` packs must have equal shapes, so the part of each rank is a multiple, too
+        # With `max_length` packs must have equal shapes, so each rank's part is a multiple of `pad_to_multiple_of`, too
         multiple_of_pack = math.lcm(multiple, degree) if self.max_length is None else multiple * degree
         return -num_tokens % multiple_of_pack
 

@@ -61,8 +61,8 @@ class EpochPlanner:
     A run that resumes with another number of ranks has trained a part of an epoch under another plan. `resume_at` then
     plans the remaining documents of this epoch anew. Only this epoch has another number of steps.
 
-    With sequence parallelism, later epochs use only the degrees that the first epoch uses, because the model is proved
-    at each of these degrees before the first step.
+    With sequence parallelism, later epochs use only the degrees that the first epoch uses, because the model is tested
+    at each of these degrees before the first step (`isolation`).
 
     Args:
         documents: the N documents of the table.
@@ -93,7 +93,8 @@ class EpochPlanner:
             counted = f"{len(self.documents)} documents"
         else:
             units = self.units()
-            block = self.documents.block  # with `wrapped`, the block of the concatenated table that holds each document
+            # With `wrapped`, all documents are concatenated and cut into blocks: the block of each document, else None
+            block = self.documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             # `units.rows`: the tokens that each unit takes in a pack
             self.first_plan = PackPlan(**arrays, lengths=units.rows, capacity=packing.capacity)
@@ -117,8 +118,10 @@ class EpochPlanner:
     def image_costs(self) -> Float64Array:
         """FLOPs of the vision tower for the images of each document, shape (N,).
 
-        They are 0 for a document without images, and for all documents if they cannot be counted.
+        They are 0 for a document without images, and for all documents if the costs of the tower cannot be counted.
         """
+        # Per document, the number of pixel values, and the squares of this number for each image, summed: the cost of
+        # attention in the tower grows with them. None in a table without images
         values = self.documents.image_values
         squares = self.documents.image_squares
         if values is None or squares is None:
@@ -161,14 +164,14 @@ class EpochPlanner:
         documents = self.documents
         # `documents.trained`: the number of trained tokens of each document
         units = Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
-        # A feature that plans several documents as one needs their order by tokens and `image_costs_behind`
+        # The feature gets `self`, because it reads the order of documents by tokens and calls `image_costs_behind`
         return self.packing.feature.make_units(units, self, step_of_documents)
 
     def units(self, epoch: int = 0) -> Units:
         """Return the units of an epoch: documents, or several documents that a feature plans as one.
 
-        With the strategy `minibatch` a unit consists of documents of one optimizer step. The steps have other
-        documents in every epoch, so every epoch has other units of several documents.
+        With the strategy `minibatch` all documents of a unit belong to one optimizer step. Each epoch deals the
+        documents to other steps, so units of several documents are made anew for each epoch.
         """
         # `regroups`: whether the feature plans units of several documents
         if self.packing.feature.regroups and self.packing.traits.keeps_unpacked_steps:
@@ -185,7 +188,7 @@ class EpochPlanner:
         self._resumed_schedule = {}
         if point.trained is None:
             return
-        # First plan the remaining documents as epoch 0 of a dataset of their own. Its seed depends on the epoch, so
+        # First plan the remaining documents as epoch 0 of a dataset of their own. The seed depends on `point.epoch`, so
         # that runs that resume in different epochs draw different orders
         is_remaining = ~point.trained
         packing = self.packing
@@ -248,7 +251,10 @@ class EpochPlanner:
         return max(ceil(self.first_step(epoch) + fraction * self.steps_of(epoch)), 1)
 
     def trained_documents(self, epoch: int, num_steps: int) -> BoolArray:
-        """Return whether each document is trained in the first `num_steps` steps of an epoch, shape (N,)."""
+        """Return whether each document is trained in the first `num_steps` steps of an epoch, shape (N,).
+
+        Steps that were trained under an earlier plan count in `num_steps`, and `resume_point` has their documents.
+        """
         trained_before = self.resume_point.trained if epoch == self.resume_point.epoch else None
         trained = np.zeros(len(self.documents), dtype=bool) if trained_before is None else trained_before.copy()
         schedule = self.schedule(epoch)
@@ -304,8 +310,8 @@ class EpochPlanner:
             plan = self.first_plan if epoch == 0 else packing.plan(units, epoch, self.documents.block)
             needs_more_steps = plan.num_packs > self.num_steps * packing.packs_per_step
             if needs_more_steps and not packing.drop_last:
-                # The Trainer has computed the number of steps from the first plan, so no epoch may have more. The packs
-                # of the first plan are trained in another order. (With `drop_last` the last packs are dropped.)
+                # The Trainer has computed the number of steps from the first plan, so no epoch may have more. Instead
+                # of this plan, shuffle the packs of the first plan. (With `drop_last` the last packs are dropped.)
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
         # `make_rng` returns None without shuffling, and then the documents of a unit come in the order of the table

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class RowReader(ABC):
-    """Base class of the readers of R tokenised rows, for documents, plans, batches and reports.
+    """Base class of the readers of R tokenised rows.
 
     Arrays of the attributes have the shape (R,). A method for several spans takes the arrays `row`, `start` and `stop`
     of shape (N,), with one entry for each span.
@@ -54,10 +54,10 @@ class RowReader(ABC):
     cuts_anywhere = True  # whether a row can be split at any token; otherwise `find_cuts` says where
     image_stops: Int64Array | None = None  # the token behind the last image of each row; 0 in a row without images
     image_counts: Int64Array | None = None  # number of images of each row
-    # A function that returns, for documents, the numbers to compare in place of their tokens when a collator looks for
-    # common beginnings. None if tokens can be compared
+    # A function that returns what the collator compares, in place of tokens, to find common beginnings of documents in
+    # one batch. None compares tokens. (`comparison_reader` does the same for planning, which compares whole tables)
     compare: "Compare | None" = None
-    # The row of the dataset from which each row of the table was made, for a reader that divides conversations with
+    # The conversation of each row of the table, as its row in the dataset, if this reader divides conversations with
     # images into turns. Otherwise None: conversations without images are divided before the table is made
     conversations: Int64Array | None = None
     turns: PerTurnCounts | None = None  # counts of the turns. None if rows are not divided into turns
@@ -99,14 +99,15 @@ class RowReader(ABC):
         return None
 
     def report_section(self, planner: Any) -> Any:
-        """Return the section of a report on images, for an `EpochPlanner`; None if rows hold tokens only."""
+        """Return the `ContentSection` of a report on the images of an `EpochPlanner`; None if rows hold tokens only."""
         return None
 
     def drop_cut_images(self, documents: T, max_length: int, *, needs_all_rows: bool) -> T:
         """Drop the documents that cannot be truncated to `max_length` tokens, because this would cut an image.
 
         Args:
-            documents: `Documents` (`documents.py`, which imports this module). Their ledger counts what is dropped.
+            documents: `Documents` (`documents.py`, which imports this module). Their `ledger`, the counts of what was
+                done with documents, counts those that are dropped.
             max_length: largest number of tokens of a document.
             needs_all_rows: raise a ValueError if there is such a document, because evaluation has a result for every
                 row.
@@ -171,7 +172,7 @@ def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) ->
     """Remove a `completion_mask` that TRL would not read.
 
     TRL reads the mask if `completion_only_loss` is True. If it is None, TRL reads the mask if the dataset has the
-    columns `prompt` and `completion`.
+    columns `prompt` and `completion`. It always reads `assistant_masks`.
     """
     if completion_only_loss is None:
         completion_only_loss = {"prompt", "completion"} <= {*dataset.column_names}
@@ -211,7 +212,7 @@ class _ListColumn:
         for chunk in column.chunks:
             values = chunk.values
             if pa.types.is_null(values.type) and not len(values):
-                values = values.cast(pa.int64())  # all rows are empty, so the type is null
+                values = values.cast(pa.int64())  # all rows are empty; a missing value is refused below
             if pa.types.is_boolean(values.type):
                 values = values.cast(pa.int8())  # a mask: Arrow stores eight booleans in a byte, and numpy stores one
             if chunk.null_count or values.null_count:
@@ -269,7 +270,7 @@ class TokenReader(RowReader):
     Args:
         dataset: the rows, with the columns `input_ids` and, optionally, `labels` or a mask of the trained tokens. With
             `seq_lengths`, the lengths of the documents in each row, the rows are packs already.
-        column: the column to read in place of `input_ids`.
+        column: the column to read in place of `input_ids`. `dataset_checks.py` reads the `attention_mask`.
 
     Raises:
         ValueError: the dataset is a stream, has a transform, has no `input_ids`, or has both masks and no labels; a
@@ -395,7 +396,7 @@ class TokenReader(RowReader):
             spans = not_empty[places]
             first = offset + start[spans]
             has_width = first + width <= len(values)
-            if has_width.any():  # otherwise the chunk may be shorter than the window
+            if has_width.any():  # otherwise the chunk may be shorter than `width`, which `sliding_window_view` refuses
                 first_tokens[spans[has_width]] = sliding_window_view(values, width)[first[has_width]]
             for i, first_token in zip(spans[~has_width].tolist(), first[~has_width].tolist(), strict=True):
                 tokens = values[first_token : first_token + width]
@@ -409,7 +410,7 @@ class TokenReader(RowReader):
     ) -> npt.NDArray[np.int64]:
         """Return `num` evenly spaced tokens of each span, from its first token to its last token, to be hashed.
 
-        No span may be empty. In a span of fewer than `num` tokens, tokens are repeated.
+        No span may be empty, and `num` is at least 2. In a span of fewer than `num` tokens, tokens are repeated.
 
         Returns:
             Tokens, shape (N, num). They are little-endian, so that hashes are equal on all machines.
@@ -442,8 +443,8 @@ class TokenReader(RowReader):
             return are_tokens
         chunks = zip(self._tokens.by_chunk(row), self._label_source.by_chunk(row), strict=True)
         for (tokens, spans, token_offset), (labels, _, label_offset) in chunks:
-            # Each row has as many labels as tokens. So in a chunk, where rows follow each other in both columns, the
-            # labels of every row stand `shift` values behind its tokens
+            # Each row has as many labels as tokens, and rows follow each other in both columns. So all rows of a chunk
+            # have one `shift`: the label of the token `tokens[i]` is `labels[i + shift]`
             shift = int(label_offset[0] - token_offset[0])
             if (label_offset - token_offset != shift).any():
                 # Between them lies a row with another number of labels, which the dataset leaves out (`filter`)
