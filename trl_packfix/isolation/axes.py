@@ -4,9 +4,9 @@
 among documents and to join outputs.
 
 The size of an axis is not enough: the hidden size may equal the length of a pack. So shapes are recorded in two packs
-with different numbers of tokens. They are also recorded in batches, which have no boundaries, with different numbers of
-tokens and of rows. An axis that changes with the number of tokens is a *token axis*, and one that doubles with the
-number of rows is the *batch axis*.
+with different numbers of tokens. They are also recorded in unpacked batches, whose rows are single documents of equal
+length without boundaries, with different numbers of tokens and of rows. An axis that changes with the number of tokens
+is a *token axis*, and one that doubles with the number of rows is the *batch axis*.
 
 Words: a *place* names a value among the arguments or outputs of a call (`arguments.py`). *Sizes* are the shapes of
 tensors, and the values of integers, by place. `TensorAxes` (`attention/rows.py`) has the token axes of a tensor and its
@@ -32,7 +32,7 @@ Sizes = dict[str, Shape | int]
 WATCHED_PACKS = ((13, 5, 29), (13, 5, 35))  # lengths of the documents of two packs: in sum 47 and 53, primes
 WATCHED_BATCHES = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
 # One more batch, for axes that grow with the number of tokens up to a limit. For example, top-6 indices (1, T, min(6,
-# T)) have 6 numbers per token in both batches of one row, and 1 in this batch
+# T)) have 6 numbers per token in rows of 17 and of 23 tokens, and 1 in this batch
 SHORTEST_BATCH = (1, 1)
 
 
@@ -102,8 +102,8 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
             token_axes = _find_token_axes(name, place, size, longer=longer, lengths=pack_lengths)
             shapes = [input_sizes.get(place) for input_sizes, _ in batch_sizes]
             inputs[place] = _add_batch_axis(token_axes, size, shapes)
-        # Outputs: the axes that differ between two batches of one row are token axes. After its repair the module gets
-        # batches, so batches show what it returns.
+        # Outputs: the axes that differ between two batches of one row are token axes. The repair divides the arguments
+        # of a pack into batches of rows, so packs show what the module gets, and batches what it then returns.
         outputs = {}
         widening = set()
         _, sizes_of_one_token = sizes_of_shortest.get(name, no_sizes)
@@ -156,8 +156,8 @@ def _add_batch_axis(token_axes: Axes, size: Shape, shapes: list[Shape | int | No
 
     Args:
         size: the shape of the tensor.
-        shapes: its shapes in batches of one row, of one longer row, and of two longer rows. A shape is None if the
-            module did not get the tensor, for example because there were no boundaries.
+        shapes: its shapes in the three `WATCHED_BATCHES`: one row, one longer row, and two rows of the longer length.
+            A shape is None if the module did not get the tensor, for example because there were no boundaries.
     """
     if not token_axes:
         return None

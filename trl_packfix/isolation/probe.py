@@ -40,7 +40,7 @@ DOCUMENT_LENGTHS = (13, 1, 11, 22)
 # part of one rank and goes on in the next part.
 DOCUMENT_LENGTHS_OVER_RANKS = (13, 1, 11, 28)
 NUM_EXTRA_TOKENS = 3  # tokens by which a document is longer than the one in whose place it is put
-NUM_PADDING_TOKENS = 2  # tokens behind a document in a padded row
+NUM_PADDING_TOKENS = 2  # tokens of padding behind a document alone
 # A larger change of earlier states, relative to the largest state, is no rounding
 READ_AHEAD_THRESHOLD = 1e-3
 # Below this relative difference of gradients, a difference can be rounding even if the model is in fp64, because some
@@ -126,8 +126,8 @@ class GradientRows(NamedTuple):
 class Probe(ProbedModel):
     """A model with the packs that are run through it. Each run raises `CannotRun` if the model raises on any rank.
 
-    Three contexts of `ProbedModel` set the model up. In `as_given` it has the attention with which the user gave it. In
-    `evaluating` it is in eval mode with the attention of packs. `unpacked` is both: eval mode and the user's attention.
+    Three contexts of `ProbedModel` set the model up. `as_given` gives it the attention with which the user gave it, and
+    keeps its mode. `evaluating` sets it to eval mode, and keeps the attention of packs. `unpacked` is both together.
 
     Args:
         model: the causal LM, bare or wrapped.
@@ -142,7 +142,7 @@ class Probe(ProbedModel):
     """
 
     dtype: torch.dtype
-    traces_leaks = True  # whether `tracing.py` can find the modules of a leak: documents have no rows in common
+    traces_leaks = True  # whether `tracing.py` can find the modules of a leak. It cannot if documents have common rows
     has_further_examples = False  # whether packs of documents that hold more than text are tested, after packs of text
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
@@ -212,7 +212,10 @@ class Probe(ProbedModel):
             return self.states(self.make_unpacked_batch(ids))[0][: len(ids)]
 
     def forward_without_boundaries(self, ids: Tensor) -> None:
-        """Run documents of equal length as an unpacked batch, (B, n), with the attention of packs; return nothing."""
+        """Run documents of equal length as an unpacked batch, (B, n), with the attention of packs.
+
+        Nothing is returned: `axes.py` records the shapes in modules by hooks.
+        """
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
@@ -298,7 +301,7 @@ class Probe(ProbedModel):
         NEFTune. If there are any, they are set to eval mode and `run_model` is called again. This method is called
         inside of the context `undisturbed` (`probed_model.py`), which restores their modes.
         """
-        with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):
+        with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):  # both sets are filled by the run
             result = run_model()
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         # All modules of a class that has drawn, because another one may draw in another run
@@ -307,7 +310,11 @@ class Probe(ProbedModel):
         return run_model() if drawing_classes else result
 
     def silence(self, *call: object) -> None:
-        """Set the `drawing_modules` to eval mode again. It takes any arguments, so that it can be a forward hook."""
+        """Set the `drawing_modules` to eval mode again.
+
+        It takes any arguments, because `training/first_step.py` calls it as a hook before each forward: training steps
+        set all modules to train mode.
+        """
         for module in self.drawing_modules:
             module.training = False  # without `eval()`, which would include children that may not draw
 
@@ -336,15 +343,14 @@ class Probe(ProbedModel):
             targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
         try:
             batch = self._make_batch(documents, self.group)
-            # A kernel of recurrent layers (a *mixer*) may sum tokens of several documents and subtract them again. What
-            # remains in the rows of other documents is up to one eps per token.
+            # A kernel of recurrent layers may sum tokens of several documents, and subtract those of other documents
+            # again. Up to one eps per token remains of them.
             crossing_limit = mixer_support().tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps
             return self._gradient_error(batch, targets, limit=limit, crossing_limit=crossing_limit)
-        except KernelError:
+        except KernelError:  # a `ValueError`, too; `packed_model.py` then chooses another attention
             raise
         except ValueError as error:
-            # Raised by a repaired module (`repair.py`) that a checkpoint recomputes without the boundaries of its
-            # forward
+            # Raised by a repaired module (`repair.py`) if checkpointing recomputes it without the packed forward
             raise CannotRun(str(error)) from error
 
     def _gradient_error(
@@ -369,8 +375,9 @@ class Probe(ProbedModel):
         )
         if gradients is None:
             return None
-        # An unpacked model gets the documents as a padded batch, so its embeddings are not the rows of the pack. A
-        # limit is given only if ranks or documents share rows, which an unpacked model does not.
+        # If the model leaks, hooks may run its backbone on the documents as a padded batch (`unpacking.py`). Then the
+        # embeddings are not the rows of the pack. A limit is given only where ranks share packs or documents share
+        # rows, and such a model is never run in this way.
         if limit is None and len(gradients[0]) != batch["input_ids"].shape[1]:
             return None
         for gradient, (ids, rows, num_shared) in zip(gradients, targets, strict=True):
@@ -387,7 +394,8 @@ class Probe(ProbedModel):
                 if gradients_alone is None:
                     return None
                 gradient_alone = gradients_alone[0][: len(rows)]
-                scale = gradient_alone.abs().max().item()  # not 0: states depend on the embeddings of their tokens
+                # Now also the scale of `crossing`. Not 0: states depend on the embeddings of their tokens
+                scale = gradient_alone.abs().max().item()
                 # A gradient of 0 in a row that has one alone was not sent back to its rank.
                 is_lost = ((gradient_in_pack == 0).all(-1) & (gradient_alone != 0).any(-1)).any().item()
                 gap = inf if is_lost else (gradient_in_pack - gradient_alone).abs().max().item() / scale

@@ -65,12 +65,14 @@ def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set
     def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         note_draws()
         running.pop()
+        # Tensors in other containers, such as a `ModelOutput`, are left out
         for value in output if isinstance(output, tuple) else [output]:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 dtypes.add(value.dtype)
 
     with ExitStack() as hooks:
         for module in model.modules():
+            # `enter` runs before and `leave` after the module's other hooks; `leave` also if the module raises
             hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield drawing_classes, dtypes
