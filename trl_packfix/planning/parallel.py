@@ -7,8 +7,8 @@ and `degrees.py` chooses the degree of each micro-step by them.
 
 from dataclasses import dataclass, field
 
-# Packs are planned to this share of the capacity. Documents are later dealt anew to groups of other sizes, and if all
-# packs were full, they would hardly fit another way.
+# Packs are planned to this share of the capacity. `degrees.py` later deals documents anew to groups of other sizes. If
+# all packs were full, the documents would hardly fit another way.
 FILL = 0.95
 
 
@@ -50,7 +50,7 @@ def possible_degrees(
         max_length: most tokens of a document.
         tokens_per_rank: most tokens of a pack on one rank.
         world_size: number of ranks.
-        num_heads: attention heads of the model, which the degree cannot exceed; None if it is not known.
+        num_heads: attention heads of the model, which the degree cannot exceed, and need not divide; None if not known.
 
     Raises:
         ValueError: a group of the largest possible degree cannot hold a document of `max_length`.
@@ -81,5 +81,6 @@ class SequenceParallel:
     tokens_per_rank: int  # most tokens of a pack on one rank
     smallest: int = 1  # the smallest degree that holds a document of `max_length`; packs are planned for it
     degrees: tuple[int, ...] = (1,)  # the degrees that may be chosen, ascending; `smallest` is one of them
-    fill: float = 1.0  # packs are planned to this share of the tokens that a group of `smallest` ranks holds
+    # Packs are planned to this share of the tokens that a group of `smallest` ranks holds: `FILL` if ranks share packs
+    fill: float = 1.0
     speeds: Speeds = field(default_factory=Speeds)

@@ -1,10 +1,10 @@
 """Deal packs to optimizer steps, micro-batches and ranks: a schedule.
 
 `Packing` calls this module with the packs of `packs.py`, or, for a strategy that keeps the steps of unpacked training,
-with the units of each step. A *unit* is what planning packs: a document, or documents that are planned as one. Its
-*rows* are its tokens, shared ones counted once. Where ranks share packs, `degrees.py` makes the schedule instead.
-`data/epochs.py` replaces the units of the schedule by documents, and the loader of each rank reads its micro-batches
-from it.
+with the units of each step. A *unit* is what planning packs: a document, or documents with a common prefix that are
+planned as one. Its *rows* are its tokens, shared ones counted once. Where ranks share packs, `degrees.py` makes the
+schedule instead. `data/epochs.py` replaces the units of the schedule by documents, and the loader of each rank reads
+its micro-batches from it.
 
 A *slot* is one micro-batch of one optimizer step on one rank, and holds at most one pack. A *micro-step* is the
 micro-batches that all ranks compute at the same time. A schedule has (steps, accumulation, world_size) slots, and every
@@ -46,11 +46,11 @@ class Schedule:
     accumulation: int  # G
     world_size: int  # W
     num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`); `EpochPlanner` sets it
-    # Number of ranks that share a pack in each micro-step, shape (S*G,). Given as (), it becomes 1 everywhere.
+    # Number of ranks that share a pack in each micro-step, shape (S*G,). Left empty, it becomes 1 everywhere.
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
-        """Replace `degrees=()` by a degree of 1 in each micro-step."""
+        """Replace empty `degrees` by a degree of 1 in each micro-step."""
         if not len(self.degrees):
             object.__setattr__(self, "degrees", np.ones((len(self.offsets) - 1) // self.world_size, np.int64))
 
@@ -101,7 +101,7 @@ def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
 
     Args:
         schedule: a schedule of units.
-        costs: FLOPs of each unit, by its number. If ranks share the unit, the FLOPs of all these ranks count.
+        costs: FLOPs of each unit, by its number: the sum over the ranks that share the unit.
     """
     degrees = schedule.degrees[:, None]
     ranks = np.arange(schedule.world_size)
@@ -138,7 +138,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
         plan: packs of units.
         units: the units of the plan.
         num_steps: number of optimizer steps.
-        bins: the slots of a step, and how units are dealt to them.
+        bins: the slots of a step, and how units are dealt to them (`targets` there are trained tokens).
 
     >>> from .costs import LLAMA_7B
     >>> lengths = np.array([3, 2, 4])
@@ -173,7 +173,8 @@ def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bi
     packs = packs[: num_steps * num_slots]
     if len(packs) <= (num_steps - 1) * num_slots:
         # There is no pack left for the last step, because the plan of the first epoch, which fixed the number of steps,
-        # had more packs. The packs are spread over all steps, so that no step is empty.
+        # had more packs. The packs are split and spread over all steps, so that no step is empty. There are at least
+        # as many units as steps, because every pack of the first plan had a unit.
         packs = split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
@@ -215,8 +216,8 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
         """Return the packs of a step with these units, at most one for each slot."""
         packs = _few_packs(members, units, bins)
         if bins.evens_targets:
-            # As many packs as unpacked training has micro-batches with a document. `even_targets` deals the units of
-            # `packs` to them, and returns `packs` where this does not fit
+            # As many packs as unpacked training has micro-batches with a document. `even_targets` deals the units to
+            # them anew. If it finds nothing more even, it returns `packs`, and some slots may stay empty
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
             return even_targets(packs, units, num_packs=num_filled, bins=bins)
         if bins.balance == "step":
@@ -245,10 +246,10 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     plan = plan_bfd(rows, bins.capacity)  # best-fit decreasing
     # The units need at most S' packs. (`schedule_steps` defines B and S', and bounds the rows of a unit.) The step
     # has at most S' * B documents. So there are at most S' packs if every pack but the last has at least B documents.
-    # Take a pack of m units and d documents that is not the last one.
+    # Take a pack that is not the last one, and the m units and d documents in it when the last pack is opened.
     # - If m >= B, then d >= B, because each unit has at least one document.
-    # - If m < B, the pack had no room for the unit that opened the last pack. That unit is no longer than any of the m
-    #   units, so m + 1 units of its length would not fit, and the m units have more than m / (m + 1) * capacity rows.
+    # - If m < B, the pack has no room for the unit that opens the last pack. That unit is no longer than any of the m
+    #   units, so it has at most 1 / m of their rows, and the m units have more than m / (m + 1) * capacity rows.
     #   By the bound, summed over the m units, they have at most (d + m) / 2 * capacity / B rows. From both follows
     #   d > 2 m B / (m + 1) - m. For 1 <= m < B this is at least B - 1, so d >= B.
     assert plan.num_packs <= bins.num_slots
@@ -285,9 +286,9 @@ def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num_packs: int)
 def split_up_to(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> list[Int64Array]:
     """Halve the packs with the most rows until there are `num_packs` packs, or no pack has two units.
 
-    Both halves take the place of their pack in the list. Packs of one long unit cannot be halved, so halves hold
-    shorter units than other packs. If all halves came last, the epoch would end with short units. Of packs with equal
-    rows, the pack whose first unit has the smallest number is halved first.
+    Both halves take the place of their pack in the list. If they came last, the epoch would end with short units,
+    because packs of one long unit cannot be halved, and so halves hold shorter units than other packs. Of packs with
+    equal rows, the pack whose first unit has the smallest number is halved first.
 
     Args:
         packs: numbers of the units in each pack.
@@ -334,7 +335,7 @@ def _make_schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
     orders = [no_units]
     sizes = [np.zeros(1, np.int64)]
     for packs in steps:
-        orders.append(np.concatenate([no_units, *packs]))
+        orders.append(np.concatenate([no_units, *packs]))  # `concatenate` refuses an empty list
         sizes.append(np.zeros(bins.num_slots, np.int64))
         sizes[-1][: len(packs)] = [len(pack) for pack in packs]
     offsets = np.concatenate(sizes)
