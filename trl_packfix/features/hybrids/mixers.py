@@ -7,7 +7,7 @@ several documents end to end in one row, neither may read over the boundary of a
 
 `compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each
 replacement (`support.py`) calls a function of this module, which calls the original function on each document. So
-transformers still decides whether a kernel or plain torch computes it. The arguments are `inner`, the original
+transformers still decides whether a kernel or plain torch computes it. The functions here take `inner`, the original
 function; `running`, the `PackedForward` with the boundaries; and the arguments of the mixer.
 
     convolution  A kernel that takes boundaries (`seq_idx`) gets them. Otherwise, and where ranks share the pack, each
@@ -17,12 +17,12 @@ function; `running`, the `PackedForward` with the boundaries; and the arguments 
                  sequences of right-padded batches. Where ranks share the pack, they first exchange tokens for heads, as
                  attention does. Where documents share prefixes, `prefixes.py` runs the scan
     fused        A kernel that computes convolution, scan and output projection runs only if it takes boundaries and
-                 hides no adapter. Otherwise the mixer calls convolution and scan one by one
+                 bypasses no adapter (LoRA). Otherwise the mixer calls convolution and scan one by one
 
-No interface of transformers gives access to these functions. `use_kernel_func_from_hub_with_fallback` fixes its choice
-at import in a closure. `kernelize` replaces functions for the whole life of a model, and by repositories of the Hub
-only. A mixer that calls functions of other names is no error here: the test of the model before training
-(`isolation/`) finds that its documents change each other, and repairs its module.
+No interface of transformers gives access to these functions. `use_kernel_func_from_hub_with_fallback` chooses between
+a kernel and plain torch at import, and keeps its choice in a closure. `kernelize` replaces functions for the whole life
+of a model, and by repositories of the Hub only. A mixer that calls functions of other names is no error here: the test
+of the model before training (`isolation/`) finds that documents change each other, and repairs the mixer.
 
 Words:
 
@@ -66,7 +66,7 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
     Returns:
         (1, T / s, H, D).
     """
-    # 1. Where ranks share the pack, each rank gets all tokens of some heads.
+    # 1. Where ranks share the pack, each rank gets all tokens of some heads. On one rank the exchange changes nothing.
     num_heads = scan.values[0].shape[2]
     num_key_heads = scan.keys[0].shape[2]
     exchange = HeadExchange(num_heads, num_key_heads, running.group)
@@ -78,7 +78,7 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
         heads_first = [tensors[i].transpose(1, 2) for i in indices]  # (1, heads, T / s, ...)
         num_values_of_dtype = sum(i < num_values for i in indices)  # in `heads_first`, too, values come first
         all_tokens = exchange.to_heads(heads_first[:num_values_of_dtype], heads_first[num_values_of_dtype:])
-        for i, x in zip(indices, all_tokens, strict=True):
+        for i, x in zip(indices, all_tokens, strict=True):  # `all_tokens`: one list, again values first
             tensors[i] = x.transpose(1, 2)
     # `exchange.heads`: the heads of `values` that this rank computes
     parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
@@ -96,7 +96,7 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
             values = [batch.split(x, AXES_OF_TOKENS) for x in scan.values]
             keys = [batch.split(x, AXES_OF_TOKENS) for x in scan.keys]
             outs.append(scan.call(values, keys, scan.parameters))
-        out = rows.join(outs, AXES_OF_TOKENS)
+        out = rows.join(outs, AXES_OF_TOKENS)  # in the order of the pack again, without padding
     # 3. Each rank gets all heads of its tokens again.
     return exchange.to_tokens(out.transpose(1, 2))
 
@@ -203,14 +203,16 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
     for distance in range(width):
         # The token `distance` before each row, as its number among the keys of all documents. Where it is before the
-        # first key of the document, the convolution reads zeros. Without shared prefixes, keys are numbered like rows.
+        # first key of the document, the convolution reads zeros. The keys of a run are the rows of its prefix, then its
+        # own rows. Without shared prefixes, keys are numbered like rows.
         rows_to_end = bounds[document + 1] - tokens
         earlier_key = key_bounds[document + 1] - rows_to_end - distance
         is_in_document = earlier_key >= key_bounds[document]
         earlier_row = earlier_key
         if running.kv_index is not None:
             earlier_row = running.kv_index[earlier_key.clamp(min=0)]
-        # In the concatenation, one row of zeros and W - 1 rows of the previous rank come before the rows of this rank
+        # In the concatenation, one row of zeros and W - 1 rows of the previous rank come before the rows of this rank.
+        # Several distances write the same place, each with the same token.
         source[places - distance] = torch.where(is_in_document, earlier_row - first_token + width, 0)
     return source, places
 
@@ -348,8 +350,8 @@ def scan_channels(
 def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **options: Any) -> Tensor | None:
     """Run the kernel that computes convolution, scan and output projection; None makes the mixer run them one by one.
 
-    The kernel computes the projection from its weight alone, so an adapter around it would be left out. An adapter
-    freezes the weight, so the kernel runs only if the weight is trained.
+    The kernel computes the projection from its weight alone, so an adapter around it would be left out. A frozen weight
+    may have an adapter, so the kernel runs only if the weight is trained.
     """
     projection_weight = options.get("outproj_weight")
     seq_idx = _seq_idx_argument(inner, running, args[0].shape[1])
@@ -365,8 +367,9 @@ def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def takes_argument(inner: Callable[..., Any], name: str) -> bool:
-    """Return whether `inner` is transformers' wrapper of a kernel that takes an argument of this name.
+    """Return whether `inner` is transformers' wrapper of a function that takes an argument of this name.
 
-    The fallbacks in plain torch have no wrapper and take no boundaries.
+    The wrapper keeps the names of the function's arguments in its closure, as `applicable_params`. The function is a
+    kernel or plain torch, which takes no boundaries.
     """
     return inspect.isfunction(inner) and name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())

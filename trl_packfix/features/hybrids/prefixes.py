@@ -21,7 +21,7 @@ A long conversation with one document per turn makes a deep forest. If it is dee
 *paths* of several consecutive pieces instead of pieces. Two paths of a level may begin with the same piece, as A -> B
 and A -> E if levels 0 and 1 above are one level. The scan then runs on this piece once for each of them.
 
-Ranks never share such a pack: the convolutions of the model would have to read rows of several other ranks.
+Such a pack is never divided between ranks: the convolutions of the model would have to read rows of several ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ from ...attention.runs import runs_of
 #     64                      7,805     64            0.43 s   0.92 s
 #     whole documents       126,760      2             5.4 s    3.5 s
 #
-# The two are close on the CPU. On a GPU, calls with few rows cost relatively more, which speaks for few levels.
+# 8 and 64 levels are close on the CPU. On a GPU, calls with few rows cost relatively more, which speaks for few levels.
 MAX_LEVELS = 8
 
 
@@ -58,9 +58,10 @@ class ScanCall(NamedTuple):
         values: tensors with H heads, (1, T, H) or (1, T, H, D).
         keys: tensors with G heads, (1, T, G, ...). Each head is read by H / G neighbouring heads of `values`.
         parameters: tensors with one entry per head of `values`, or None.
-        call: (values, keys, parameters, **options) -> (rows, T, H, D). With the option for final states, it returns a
-            pair: this output, and the states after the last token of each row.
-        boundaries: the option by which `call` takes boundaries; None if it takes none.
+        call: (values, keys, parameters, **options) -> (rows, T, H, D), for any number of rows and any T. With the
+            option for final states, it returns a pair: this output, and the states after the last token of each row.
+        boundaries: the option by which `call` takes the documents of a row, "cu_seqlens" or "seq_idx"; None if it
+            takes none.
         state_options: the names of two options of `call`: the states with which the rows begin (None: zeros), and
             whether to return the states at the end. None if `call` has no such options. A token that is zero in all
             tensors leaves a state as it is.
@@ -104,9 +105,9 @@ class TreeLevel(NamedTuple):
 def pieces_of(running: PackedForward) -> list[Piece]:
     """Return the pieces of a pack in the order of their rows."""
     assert running.kv_index is not None
-    row_of_key = running.kv_index.tolist()
+    row_of_key = running.kv_index.tolist()  # for all runs, end to end, the rows of the pack that each run reads
     runs = runs_of(running)  # `run.keys`: the entries of `kv_index` with the rows of its prefix, then its own rows
-    # By the first row of each run, the last row of its prefix; -1 without a prefix
+    # By the first row of each run, the last row of its prefix (of `num_earlier_keys` rows); -1 without a prefix
     last_of_prefix = {}
     for run in runs:
         last_key = run.keys.start + run.num_earlier_keys - 1
@@ -141,11 +142,12 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
         # Each batch is a list of indices of `paths`, and has no more rows and padding than the pack has rows
         for batch_paths in group_by_length([*map(len, rows_of_paths)], budget=num_rows):
             rows = pad_sequence([rows_of_paths[i] for i in batch_paths], batch_first=True, padding_value=num_rows)
-            for line, i in enumerate(batch_paths):
+            for line, i in enumerate(batch_paths):  # path i is row `line` of the batch
                 # A piece on several paths has equal outputs in each of them. The output on the last path is used
                 first_place = batch_start + line * rows.shape[1]
                 places[rows_of_paths[i]] = torch.arange(first_place, first_place + len(rows_of_paths[i]))
-                # At the first level no piece has a parent, and `parents` is not used
+                # The parent is the last piece of a path, because all children of a piece are in one level. At the first
+                # level no piece has a parent, and `parents` is not used
                 parents.append(path_by_last_piece.get(pieces[paths[i][0]].parent, -1))
                 path_by_last_piece[paths[i][-1]] = len(path_by_last_piece)
             batch_start += rows.numel()
