@@ -5,8 +5,8 @@ caches the numbers that planning needs (`KINDS`), but no pixels. During training
 processor again (`processor.py`), and must get the same tokens.
 
 Every image is decoded before training, so that a broken image is found. To save time, only one image of each size is
-processed (`SizeProcessor`). Every 16th row is also processed *in full*, with its own pixels. If its numbers differ, all
-rows are measured again, in full.
+processed (`RowProcessor.by_size`). Every 16th row is also processed *in full*, with its own pixels. If its numbers
+differ, all rows are measured again, in full.
 """
 
 import logging
@@ -54,12 +54,12 @@ CHECK_INTERVAL = 16
 #     first_is_labelled  whether the first label is not -100
 #     image_stop         the token behind the last image; 0 without an image
 #     image_count        number of images
-#     image_values       number of pixel values in all sequences of the vision tower
+#     image_values       number of pixel values in all sequences of the vision tower; an image or a tile is a sequence
 #     image_squares      sum over these sequences of the square of the number of pixel values
 #     tokens             the tokens, (T,)
 #     is_target          which labels are not -100, (T,)
 #     spans              first token of each image and the token behind it, one after the other
-#     contents           a hash of the pixels of each image, by which planning finds equal beginnings of documents
+#     contents           a hash of the pixels of each image, by which documents with equal beginnings are found
 #     digest             a hash of the row, by which a cache sees that it has changed
 #     differs            whether the row was measured in both ways with different results
 KINDS: dict[str, tuple[object, object]] = {
@@ -76,7 +76,7 @@ KINDS: dict[str, tuple[object, object]] = {
 
 
 def features_of(rule: TurnRule | None) -> Features:
-    """Return the types of the columns of measured rows; with a rule, rows are turns, and more columns count them."""
+    """Return the types of the columns of measured rows; with a rule, rows are turns, and have `BOOKKEEPING_COLUMNS`."""
     numbers = {} if rule is None else dict.fromkeys(BOOKKEEPING_COLUMNS, Value("int64"))
     return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW_COLUMN: Value("string")} | numbers)
 
@@ -106,6 +106,7 @@ class ProcessedImages(Recipe):
             return [self._measure_document(row, row_index)]
 
         def measure_turn(conversation: Conversation, turn: int) -> Sample:
+            """Measure the document of one turn; turn -1 stands for a conversation without a trained turn."""
             return self._measure_document(rule.row_of_turn(conversation, turn, self.process.processor), row_index)
 
         selection = rule.select_turns(Conversation.from_row(row, images_of(row)))
@@ -149,8 +150,8 @@ def measure(
         num_proc: Number of processes; None for the calling process.
         drops: Whether the caller drops bad rows. They are then in the result, with length 0 and their reason in
             `BAD_ROW_COLUMN`. Otherwise they are refused.
-        rule: If it is given, each trained assistant turn is a document, and `BOOKKEEPING_COLUMNS` have its row and
-            index.
+        rule: If it is given, each trained assistant turn is a document, and `BOOKKEEPING_COLUMNS` have its row, its
+            index, and counts of turns.
 
     Raises:
         ValueError: If the dataset has a transform, or if rows are bad and not dropped.
@@ -165,6 +166,7 @@ def measure(
     def measure_rows(check_interval: int) -> Dataset:
         """Measure all rows, or return the cached table if rows, processor and the code of both are the same."""
         return dataset.map(
+            # The code of a processor of the user's is part of what the cache is found by
             HashedMapFunction(columns_of_batch, users_code=hash_modules_of(process.processor)),
             with_indices=True,
             batched=True,
@@ -176,6 +178,7 @@ def measure(
             desc=f"Measuring {name} dataset",
         )
 
+    # A processor that is not part of transformers may choose shapes by what an image shows, so it runs on every row
     check_interval = CHECK_INTERVAL if process.shapes_depend_on_size else 1
     measures = measure_rows(check_interval)
     differs = np.flatnonzero(measures["differs"])
@@ -209,7 +212,7 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
 
     TRL's collator finds assistant turns only in templates with `{% generation %}` markers. This collator works with
     every template: it renders the rows itself, divides the text into trained and other parts, and calls TRL's code with
-    a template that joins the parts (`PART_MARKERS`).
+    `PART_MARKERS`, a template that joins the parts with these markers.
     """
 
     rule: TurnRule = field(default_factory=TurnRule)

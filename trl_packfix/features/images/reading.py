@@ -46,10 +46,10 @@ from .stream import StreamImages
 class ImageReading(TextReading):
     """Reads the datasets of a run with images. `TextReading` says what each of its methods and attributes is for.
 
-    It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
+    It is constructed before an engine such as DeepSpeed wraps the model, and takes the processor from TRL's collator.
     """
 
-    trl_accepts_packing = False  # TRL refuses `packing=True` with images
+    trl_accepts_packing = False  # TRL refuses `packing=True` with images, so its constructor gets False
     is_text_only = False  # documents hold more than tokens
     has_stored_tokens = False  # only the processor knows the tokens of a row
 
@@ -62,7 +62,7 @@ class ImageReading(TextReading):
         rope_index = RopeIndex(model_class, inner.config) if hasattr(model_class, "get_rope_index") else None
         self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
         self.feature = self.examples.feature
-        self.tower = vision_tower(inner) or nn.Module()  # a model without a known tower has one without parameters
+        self.tower = vision_tower(inner) or nn.Module()  # without parameters, so not trained, if no tower is known
 
     def make_reader(self, dataset: Dataset, name: str) -> RowReader:
         """Return the reader of a table. A table without images that is tokenised is read as text."""
@@ -87,7 +87,7 @@ class ImageReading(TextReading):
 
     def first_stream_row(self, dataset: IterableDataset) -> str:
         """Return a hash of the first row of a stream, by which ranks see whether they read the same one."""
-        stream, rows = self.stream_rows().open_stream(dataset)
+        stream, rows = self.stream_rows().open_stream(dataset)  # `rows` is the `StreamImages` for this stream
         return hashlib.sha256(repr(rows.encode_row(next(iter(stream)))).encode()).hexdigest()
 
     def read_whole_stream(self, dataset: IterableDataset) -> Dataset:
@@ -108,7 +108,7 @@ class ImageReading(TextReading):
         return concatenate_datasets([Dataset.from_list(texts_and_values), image_table], axis=1)
 
     def document_costs(self, costs: CostModel) -> CostModel:
-        """Add the costs of images in the vision tower to the costs of tokens."""
+        """Add the costs (FLOPs) of images in the vision tower to the costs of tokens."""
         model = base_model(self._trainer.model)
         is_trained = any(parameter.requires_grad for parameter in self.tower.parameters())
         return with_tower(costs, model.config, type(model), is_trained=is_trained)
@@ -124,14 +124,14 @@ class ImageReading(TextReading):
         If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
         """
         accelerator = self._trainer.accelerator
-        # `DDP` is the distributed types on which DDP runs. Only DDP that looks for unused parameters lets a rank skip
-        # the vision tower
+        # `DDP` lists the names of accelerate for training with DDP. Only DDP that looks for unused parameters lets a
+        # rank skip the vision tower
         may_skip_tower = accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
         needs_image = accelerator.num_processes > 1 and not may_skip_tower
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
     def can_replace(self, collate: Callable[..., Any]) -> bool:
-        """Return True: `padded_collator` can replace any collator, because it does not call it."""
+        """Return True: `padded_collator` makes a new collator, which never calls the old one."""
         return True
 
     def padded_collator(self, collate: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ class ImageReading(TextReading):
         if not is_sharded or accelerator.num_processes == 1:
             return
         stops = reader.image_stops  # for each row the token behind its last image, 0 without an image
-        # Of a table of text there are no stops. Otherwise all rows may have an image, or none of them
+        # Of a table of text there are no stops. Otherwise it is allowed that all rows have an image, or none
         if stops is None or stops.all() or not stops.any():
             return
         raise ValueError(
@@ -165,7 +165,8 @@ class ImageReading(TextReading):
     def select_alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
         """Return the documents with images if every rank has one, and otherwise the documents without images.
 
-        A document without images does not run the vision tower, and ranks that run the tower would wait forever.
+        A document without images does not run the vision tower, and ranks that run the tower would wait forever. The
+        check of the first step (`training/first_step.py`) makes its packs of the returned documents only.
         """
         has_images = self.examples.images.has_images
         with_images = [document for document in documents if has_images(document)]
@@ -200,7 +201,7 @@ def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool
     set_pad_token_by_text(plain_tokenizer(collate.processor))
     if per_turn:
         # A turn is given to the collator as a prompt and a completion. TRL has chosen the loss by the columns of the
-        # dataset, which has messages
+        # dataset, which has messages, so not for completions only
         collate = replace(collate, completion_only_loss=True)
     return RowProcessor(collate)
 
@@ -238,5 +239,5 @@ def measure_rows(
         first_rows = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
         first_documents = [reader.read(row, 0, int(reader.lengths[row])) for row in first_rows]
         warn_if_turns_do_not_end(first_documents, name, process.processor, setting="per_turn")
-        warn_if_nothing_is_stripped(measures, name)
+        warn_if_nothing_is_stripped(measures, name)  # compares the column `tokens` of turns
     return reader

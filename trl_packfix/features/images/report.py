@@ -1,6 +1,7 @@
 """What the report says of images: how many, in how many packs, and what they cost.
 
-The readers of rows with images make the section: `ImageRows` for a table, `StreamImages` for a stream.
+The readers of rows with images make this section of the report, an `ImageNumbers`: `ImageRows` for a table,
+`StreamImages` for a stream.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ class ImageNumbers:
     tower_share: float | None = None  # FLOPs of the vision tower / all FLOPs; None if the cost of the tower is unknown
     tower_imbalance: float | None = None  # imbalance of the tower alone; None if its cost is unknown, or for a stream
     language_imbalance: float | None = None  # imbalance of the language model alone; None if `tower_imbalance` is None
-    # Limits of the number of documents, and of bytes of images, that wait on a rank; None for a table
+    # Limits of the number of documents, and of bytes of images, that wait on a rank to be packed; None for a table
     most_waiting: tuple[int, int] | None = None
 
     @classmethod
@@ -50,7 +51,7 @@ class ImageNumbers:
             per_pack=float(images_of_packs.mean()),
             most=int(images_of_packs.max()),
         )
-        if not costs.any():
+        if not costs.any():  # they are all 0 if the cost of the tower is unknown
             return section
         language_costs = planner.packing.cost_model(planner.documents.lengths)
         return replace(

@@ -1,4 +1,4 @@
-"""Offer the modules outside of `features` what they need for rows with images before a trainer is made.
+"""Offer what modules outside of `features` need for rows with images. No method needs a trainer.
 
 `samples/image_support.py` says what each method does. Modules that need torch or TRL are imported when a method is
 called.
@@ -21,16 +21,17 @@ class Images(ImageSupport):
     """Support for rows with images."""
 
     def with_named_images(self, dataset: T, name: str) -> T:
-        """Move the images that messages name into a column `images`."""
+        """Move the images that messages name, such as by a path, into a column `images`."""
         from .named_images import with_named_images
 
         return with_named_images(dataset, name)
 
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
-        """Refuse a table with images and `conversations`, unless each turn becomes a document."""
+        """Refuse a table with images and `conversations`, unless `per_turn` makes prompts and completions of them."""
         if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
             return  # the rows of a stream, or behind a transform, are checked when they are read
-        # `forms_of_table` yields the columns of each form of text, such as ("conversations",), and which rows have it
+        # `forms_of_table` yields the columns of each form of text, such as ("conversations",), and which rows have it.
+        # Plain text plays no part, so its column has no name here
         forms = [columns for columns, has_form in forms_of_table(dataset, text_field="") if has_form.any()]
         if not per_turn and ("conversations",) in forms:
             raise ValueError(
