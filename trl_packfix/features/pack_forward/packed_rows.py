@@ -14,7 +14,7 @@ A *row* is always a row of the padded batch. A *cell* is the index of a token in
 index in the pack. The batch has B rows of S tokens, padding included, and N tokens without padding; the pack has T
 tokens.
 
-Before packs replace the first batch, `PackedModel` tests on the model that documents do not change each other. In
+Before the first batch runs as a pack, `PackedModel` tests on the model that documents do not change each other. In
 addition, the first batch of each kind is computed in both ways and compared.
 
 The model has its own attention outside of packs. The attention of packs is set while a pack runs forward, and again in
@@ -94,7 +94,8 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
         input_ids: tokens, (B, S).
         attention_mask: 0 at padding, (B, S).
         collate: makes the pack, and returns the places of the tokens of each document. Every token must have a place. A
-            collator that shares prefixes leaves out some last tokens, unless it has the option `keeps_last_rows`.
+            collator that shares prefixes leaves out some last tokens, which no loss needs, unless it has the option
+            `keeps_last_rows`.
 
     Returns:
         The pack, or None if no row has a token, or if a row has padding between tokens: the model gives its tokens
@@ -109,12 +110,13 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
     # Both in one transfer from the device
     tokens, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()
     is_token = mask != 0
-    is_start = np.diff(is_token, axis=1, prepend=False) & is_token  # a token behind padding, or the first of its row
+    # A token behind padding, or the first of its row; `np.diff` of booleans says where neighbours differ
+    is_start = np.diff(is_token, axis=1, prepend=False) & is_token
     if not is_token.any() or (is_start.sum(1) > 1).any():
         return None
     documents = [ids[in_row] for ids, in_row in zip(tokens, is_token, strict=True) if in_row.any()]
     pack, _, places = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
-    del pack["labels"]
+    del pack["labels"]  # the caller computes the loss of the padded batch
     places_of_tokens = np.concatenate(places)
     assert len(places_of_tokens) == is_token.sum()
     batch = RowsOfBatch(
@@ -154,7 +156,7 @@ class PackedRows(AroundCalls):
             run on one document at a time.
         collate: makes the packs.
         shares: whether beginnings are shared: it was asked for, and no test has found a difference.
-        is_proved: whether `prove` has run.
+        is_proved: whether `prove` has run; if it failed, there is a `refusal`.
         refusal: why rows stay padded; None if they are packed.
         sharing_refusal: why rows are packed without sharing although sharing was wanted; None if they share.
         tokens: counts of what was computed.
@@ -172,7 +174,7 @@ class PackedRows(AroundCalls):
         enforce_flash_attention: bool = True,
     ):
         self.model = base_model(model)
-        self.modules_given_packs = below_head(self.model) or [self.model]
+        self.modules_given_packs = below_head(self.model) or [self.model]  # a model without a head itself
         super().__init__(*self.modules_given_packs)
         hooks = self.modules_given_packs[0]._forward_pre_hooks.values()
         if any(isinstance(getattr(hook, "__self__", None), PackedRows) for hook in hooks):
@@ -180,8 +182,8 @@ class PackedRows(AroundCalls):
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
             )
-        # The feature with which the documents of a pack compute a common beginning once. Without its folder, rows share
-        # nothing
+        # The feature with which the documents of a pack compute a common beginning once; "pack" is its setting
+        # `share_prefixes`. Without its folder, rows share nothing
         folder = find_folder("prefixes") if shares else None
         feature = PLAIN if folder is None else folder.FEATURE("pack")
         self.shares = feature.is_on
@@ -234,7 +236,7 @@ class PackedRows(AroundCalls):
         self._compares = not is_sharded(self.model)
         try:
             report = packed.prove(wrapped)
-            if packed.is_unpacked:  # `PackedModel` runs packs as padded rows, which the rows are already
+            if packed.is_unpacked:  # `PackedModel` would compute packs as padded rows, so leave the rows as they are
                 self._refuse_packs(packed.attention.reason)
             elif not packed.is_proved:  # the documents of packs are wrong, also after repairs
                 self._refuse_packs(report.summary())
@@ -243,7 +245,7 @@ class PackedRows(AroundCalls):
                 if reason is not None:
                     self._share_nothing(reason)
         except KernelError as error:
-            self._refuse_packs(" ".join(str(error).split()))
+            self._refuse_packs(" ".join(str(error).split()))  # on one line
         finally:
             self._switch_attention(in_pack=False)
         self.is_proved = True
@@ -251,7 +253,7 @@ class PackedRows(AroundCalls):
             packed.restore_own_attention()
 
     def remove_hooks(self) -> None:
-        """Remove these hooks and all others of `packed_model`, and restore the attention from before `prove`."""
+        """Let `packed_model` remove its hooks, these included, and restore the attention from before `prove`."""
         self.is_proved = False
         self.packed_model.restore_own_attention()
 
@@ -288,7 +290,8 @@ class PackedRows(AroundCalls):
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         """Run a pack in place of a padded batch, around a call of a module: the hook of `AroundCalls`.
 
-        The first yield hands over the inputs of the call and receives its output. The second hands over the new output.
+        The first yield hands over the new arguments of the call, positional and by name, and receives its output. The
+        second hands over the new output.
         """
         # First, decide whether this call is packed, and make the pack. Calls within a packed call get the pack already.
         batch = None
@@ -317,7 +320,7 @@ class PackedRows(AroundCalls):
                 states.register_hook(self._attend_in_backward)
             return states
 
-        # `join_outputs` replaces these tensors in outputs of several batches, of which there is one here
+        # `join_outputs` joins outputs of several batches. Here it is one, whose states and router logits it replaces
         yield join_outputs([output], lay_out_states, lambda router_logits: _lay_out_values(router_logits[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
@@ -445,16 +448,16 @@ class PackedRows(AroundCalls):
             with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), model_errors_converted():
                 self._switch_attention(in_pack=True)
                 # Run a small pack, to find the modules that draw random numbers. The probe keeps them in eval mode from
-                # then on, in which they draw none. The wrapper by which accelerate runs a forward under autocast saves
-                # the earlier state in one attribute. A forward within a forward would overwrite it, and leave autocast
-                # on after both.
+                # then on, in which they draw none. Autocast is off for it: the wrapper by which accelerate runs a
+                # forward under autocast saves the earlier state in one attribute. A forward within a forward would
+                # overwrite it, and leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
                     probe.run_without_draws(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
                 padded_values = compute_values(in_pack=False)
                 packed_values = compute_values(in_pack=True)
                 gaps = _largest_gaps(padded_values, packed_values)
-                # A gap beyond its limit may be rounding: measure how far other roundings change the pack. The limit of
-                # gradients is the one of `PrefixProbe.gradient`.
+                # A gap beyond its limit may be rounding. So `limits_of_rounding` repeats the run of the pack with other
+                # roundings, and measures its changes. The limit of gradients is the one of `PrefixProbe.gradient`.
                 limits_of_states_and_gradients = [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)]
                 limits = probe.limits_of_rounding(
                     gaps,
@@ -480,9 +483,9 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def _largest_gaps(first_values: list[Tensor], second_values: list[Tensor]) -> list[float]:
-    """Return the largest difference of states, and of gradients if both runs have them.
+    """Return one number for the states and, if both runs have gradients, one for these: their largest difference.
 
-    Each difference is divided by the largest absolute value of the first run.
+    Each is divided by the largest absolute value of the first run.
     """
     return [
         largest_distance([first], [second]) / max(first.abs().max().item(), 1e-30)
