@@ -8,7 +8,7 @@ computed once, for the first document that has it; a later document *shares* the
     documents  A B C D, A B C E F      rows  A B C D | C E F      shared rows  0, 2
 
 In attention, a run reads the *keys* of all tokens of its document, shared ones included. A row predicts one next token,
-and the rows of C predict D and E. So each document above has a row of its own for C, and they share A and B.
+and one row of C could not predict both D and E. So each document above has its own row of C, and they share A and B.
 
 With `share_prefixes="family"` this module also makes the *units*, the things that planning packs (`make_pieces`, called
 by `sharing.py`). Neighbours that share at least half of the longer document are a *family*. A family that fits into a
@@ -19,7 +19,8 @@ piece costs sum(cost(length)) - sum(cost(shared)).
 Documents with equal tokens are *copies*. If they were in one optimizer step, one update would count this document
 several times. So families are made of first copies only, then further families of second copies only, and so on.
 
-Letters: N documents, M of them sorted, P pieces. A *place* is an index into the sorted documents.
+Letters: N documents, M of them sorted, P pieces. A *place* is an index into the sorted documents, the *number* of a
+document its index before sorting.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +39,12 @@ from ...planning.units import Units
 MIN_SHARED = 16
 """Documents share no rows if they could share fewer than this: more keys would be read than rows are saved."""
 KEYS_PER_CAPACITY = 8
-"""The runs of a piece read at most this many keys per row that the piece may have.
+"""The runs of a piece read at most this many times as many keys as the piece may have rows.
 
 Attention copies the keys that a run reads.
 """
 TARGETS_PER_CAPACITY = 16
-"""A piece has at most this many trained tokens (tokens that count in the loss) per row that it may have.
+"""A piece has at most this many times as many trained tokens (tokens that count in the loss) as it may have rows.
 
 All trained tokens of a piece are in one optimizer step.
 """
@@ -133,8 +134,8 @@ def sort_by_tokens(
     """
     order = np.arange(len(lengths))
     common = np.zeros(len(lengths), dtype=np.int64)
-    # Documents that are equal so far are a *group*. The two arrays have the places of all documents that are in a group
-    # with another document, and the number of their group.
+    # Documents that are equal so far are a *group*, at first all of them. `places` are those of all documents that are
+    # in a group with another document, and `group[i]` is the number of the group at `places[i]`.
     places = np.arange(len(lengths))
     group = np.zeros(len(lengths), dtype=np.int64)
     first = 0
@@ -147,7 +148,7 @@ def sort_by_tokens(
         # 2. Sort the groups in which not all keys are equal. A view makes each key one value that is compared as bytes,
         # which for big-endian numbers is the order of the tokens.
         differs = _differs_from_previous(keys)
-        is_same_group = group[1:] == group[:-1]  # as the document before
+        is_same_group = group[1:] == group[:-1]  # of each but the first: as the one before it
         is_mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
         is_mixed[group[1:][differs & is_same_group]] = True
         moved = np.flatnonzero(is_mixed[group])
@@ -158,7 +159,7 @@ def sort_by_tokens(
             keys[moved] = moved_keys[by_key]
             differs = _differs_from_previous(keys)
         # 3. Neighbours of a group that now differ have the tokens before their first difference in common. `argmax`
-        # finds the first difference.
+        # finds the first difference, which is the `END_TOKEN_KEY` if one of them ends.
         parted = np.flatnonzero(differs & is_same_group) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
@@ -193,7 +194,7 @@ class Pieces(Units):
     """
 
     # Numbers of the documents, piece after piece, inside a piece sorted by their tokens, shape (N,). If only M
-    # documents were sorted, this and the next arrays have shape (M,), and `family` has numbers of these M only
+    # documents were sorted, `order`, `lengths` and `shared` have shape (M,), and `family` is undefined for the others
     order: Int64Array
     offsets: Int64Array  # piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,)
     lengths: Int64Array  # tokens of the documents in `order`, shape (N,)
@@ -201,7 +202,7 @@ class Pieces(Units):
     family: Int64Array  # number of the family of each document, by the number of the document, shape (N,)
     # The next two arrays, shape (P,), keep copies of documents apart in the epoch. `original` is the piece that has the
     # first copy of a piece's first document; it may be the piece itself. `distance` says how much later than this
-    # original a piece is visited, as a share of the epoch: 0, 1/3 and 2/3 for the pieces of three copies.
+    # original a piece comes, as a share of the epoch: 0, 1/3 and 2/3 for the pieces of three copies.
     original: Int64Array
     distance: Float64Array
 
@@ -221,10 +222,11 @@ class Pieces(Units):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def from_documents(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Replace the documents of slots (packs of a schedule) by their pieces, whose documents follow each other."""
+        """Replace the documents of slots (packs of a schedule) by their pieces, the inverse of `to_documents`."""
         piece_of_documents = np.empty(len(self.family), dtype=np.int64)
         piece_of_documents[self.order] = self._piece_numbers
         piece = piece_of_documents[documents]
+        # The documents of a piece follow each other. The slice is for no documents at all
         is_first = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
         return piece[is_first], offsets_of(is_first)[offsets]
 
@@ -250,7 +252,7 @@ class Pieces(Units):
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
         """Replace the pieces of slots by their documents, in random order inside a piece if there is an `rng`."""
-        # First sort the documents inside each piece by number, then shuffle them.
+        # Sort the documents inside each piece by number, the order without `rng`, and then shuffle them.
         order = self.order[np.lexsort((self.order, self._piece_numbers))]
         if rng is not None:
             order = order[np.lexsort((rng.random(len(order)), self._piece_numbers))]
@@ -296,7 +298,7 @@ def make_pieces(
     # 1. Take copies apart: the first copies are sorted by themselves, then the second ones, and so on.
     copy_number, first_copy = _number_copies(tokens, lengths)
     if splits_copies and copy_number.any():
-        tokens = tokens.within(copy_number)  # first all first copies, sorted by their tokens, then all second ones
+        tokens = tokens.within(copy_number)  # all first copies, then all second ones, with `common` counted within each
     # 2. A family begins where neighbours share less than half of the longer one. Half of the shorter one would not do:
     # all conversations with one system prompt share half of the shortest conversation.
     size = lengths[tokens.order]
@@ -319,7 +321,8 @@ def make_pieces(
     places = np.argsort(piece_numbers, kind="stable")
     piece_of_documents = np.zeros(len(lengths), dtype=np.int64)
     piece_of_documents[tokens.order] = piece_numbers
-    # 5. Find the pieces with the first copies, and divide the epoch evenly between the copies of a document.
+    # 5. Find the pieces with the first copies, and divide the epoch evenly between the copies of a document. The first
+    # document of a piece decides for the whole piece.
     first_documents = tokens.order[starts][by_smallest]
     originals = first_copy[first_documents]  # documents
     num_copies = np.bincount(first_copy)[originals]
@@ -379,7 +382,7 @@ def _cut_families(
         return np.searchsorted(total, total[:-1] + max_sum - extra_of_first, side="right") - 1
 
     own_rows = lengths - shared
-    # The last token predicts nothing, so the collator gives a document no run if no other row is its own
+    # The collator gives a document no run if at most its last token is not shared, because this token predicts nothing
     keys = np.where(own_rows > 1, lengths, 0)
     # The first document of a piece shares no rows, so it adds all of its rows and keys. A piece is never empty.
     stops_of_one_document = np.arange(len(lengths)) + 1
@@ -406,8 +409,8 @@ def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Ar
     """Return for each document the most rows of a piece that begins with it, shape (N,).
 
     With sequence parallelism, a *group* of ranks shares a pack. A piece gets room as if it were packed for the smallest
-    group that holds its first document `FAMILY_ROOM_FACTOR` times. In a smaller group, shared rows would be computed
-    for few documents; in a larger one, ranks exchange more. No piece gets a larger group than the longest document
+    group that holds its first document `FAMILY_ROOM_FACTOR` times. In a smaller group, few documents would use the
+    shared rows of a piece; in a larger one, ranks exchange more. No piece gets a larger group than the longest document
     needs, which is `parallel.smallest` ranks. A group is filled only to the share `parallel.fill` of its tokens.
 
     Args:

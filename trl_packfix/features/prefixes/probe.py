@@ -5,9 +5,9 @@ rows at the end of a document that no earlier document has are its *run*, which 
 `PrefixProbe` makes such packs and runs the model on them, and `isolation/check_isolation.py` judges the results.
 `images.py` has the probe of packs with images.
 
-It is not enough that documents do not change each other: a document that does not attend to its shared beginning at all
-changes no other document. So each document must also have the hidden states that it has alone, and the gradients with
-respect to its shared tokens.
+The general test, that documents do not change each other, is not enough here: a document that does not attend to its
+shared beginning at all changes no other document. So each document must also have the hidden states that it has alone,
+and the gradients with respect to its shared tokens.
 """
 
 import torch
@@ -30,7 +30,7 @@ class PrefixProbe(Probe):
     (`_gradient_error`).
     """
 
-    traces_leaks = False  # `isolation/tracing.py` could find the modules of a leak only if documents had no common rows
+    traces_leaks = False  # `isolation/tracing.py` finds the modules of a leak only if documents have no common rows
 
     @property
     def _collate(self) -> PrefixCollator:
@@ -38,11 +38,14 @@ class PrefixProbe(Probe):
         return PrefixCollator(pad_to_multiple_of=self.degree, min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
-        """Draw a pack of text, and variants of it in which one document is another one.
+        """Draw the documents of a pack, and a list of variants of them in which one document is another one.
 
         Most documents begin with the trunk. Two of them are equal, and one ends where others go on. One document shares
         nothing. Two documents have another common beginning. Without them, a model that gives every run the first
         shared rows of the pack, whichever document the run belongs to, would be right.
+
+        Args:
+            max_length: most tokens of a document, behind which it is cut; None for no limit.
         """
         trunk = self.tokens(TRUNK_TOKENS)
         other_trunk = self.tokens(BRANCH_TOKENS)
@@ -84,7 +87,10 @@ class PrefixProbe(Probe):
         return documents, [replace_documents(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
     def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
-        """Return the states of the predicting rows of each document in a pack, (length - 1, hidden) for each."""
+        """Return the states of the predicting rows of each document in a pack, (length - 1, hidden) for each.
+
+        With `gradient` they can be differentiated.
+        """
         num_rows, targets = self._predicting_rows(documents)
         states = self._row_states(documents, num_rows, gradient=gradient)
         return [states[target.rows] for target in targets]
@@ -97,23 +103,23 @@ class PrefixProbe(Probe):
         """Return the largest error of gradients, 0 if there is none; None if the model has no such gradients.
 
         For each document a weighted sum of the states of its run is differentiated with respect to the embeddings of
-        the pack. So the gradient reaches the shared rows through attention only. There are two kinds of error, on any
-        number of ranks: a gradient in rows that are not the document's, and a difference from the gradient of the
-        document alone, relative to its largest value.
+        the pack. The sum has no states of shared rows, so the gradient reaches these rows only as the run reads them.
+        There are two kinds of error: a gradient in rows that are not the document's, and a difference from the gradient
+        of the document alone, relative to its largest value.
         """
         _, targets = self._predicting_rows(documents)
-        # A document has no run if all of its rows belong to other documents, too.
+        # A document has no run if it shares all rows that predict a token (`rows`).
         targets = [target for target in targets if target.num_shared < len(target.rows)]
         # Relative errors up to this limit are rounding. The square root makes it generous, because gradients round more
-        # than states, and a wrong gradient differs by far more
+        # than states (`rounding` is their relative error), and a wrong gradient differs by far more
         limit = max(SMALLEST_ROUNDING, self.rounding**0.5)
         return self._gradient_error(self._make_batch(documents, self.group), targets, limit=limit)
 
     def _predicting_rows(self, documents: list[Tensor]) -> tuple[int, list[GradientRows]]:
         """Return the number of rows of the pack, and the rows of each document from which a token is predicted."""
-        batch = self._make_batch(documents)
+        batch = self._make_batch(documents)  # the whole pack, also where ranks share it
         layout = layout_of(batch)
-        # `sizes` counts only documents with trained tokens, so this says that each document has one
+        # `sizes` takes the number of trained tokens of each document, and counts only documents with some
         all_trained = torch.ones(layout.document_count, device=self.device)
         num_shared = layout.sizes(all_trained).shared_tokens.tolist()
         targets = [
