@@ -98,7 +98,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_json: bool) -> int:
-    """Test these datasets in place of those of the config file, and print a report of each. Return the exit code."""
+    """Test these datasets, not those of the config file, and print a report of each. Return 0 if all are complete."""
     from .omissions import report_tables
 
     configs.script.dataset_name = datasets

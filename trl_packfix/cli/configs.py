@@ -29,7 +29,7 @@ from .flags import SHORT_FLAGS, HelpFormatter, did_you_mean, setting_named
 from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
 from .torch_environment import cpu_computes_bf16
 
-# By field, the smallest and the largest value with which training can compute. Fields without an entry take any number.
+# By field, the smallest and the largest valid value. Fields without an entry take any number.
 # NaN is refused for all fields.
 RANGES = {
     "learning_rate": (0, sys.float_info.max),
@@ -39,8 +39,7 @@ RANGES = {
     "data_seed": (0, inf),
 }
 ZERO3 = Path(__file__).with_name("zero3.json")
-# Flags that override the config file of a run where its packs are only planned, without a GPU and without DeepSpeed or
-# FSDP
+# Flags of commands that do not train. They override the config file, so that no GPU, DeepSpeed or FSDP is needed
 ON_CPU = {
     "use_cpu": "true",
     "bf16": "false",
@@ -285,6 +284,7 @@ def _complete_flags(words: Sequence[str], parser: TrlParser) -> list[str]:
 
     Otherwise argparse would take the DATA behind a switch for its value.
     """
+    # Boolean fields have the constant True, which argparse takes for a flag without a value
     switches = [name for action in parser._actions if action.const is True for name in action.option_strings]
     completed = []
     for word, next_word in zip(words, [*words[1:], ""], strict=True):

@@ -4,8 +4,8 @@
 `documents_of` and `make_planner` (`training/planner.py`), `make_cost_model` and `with_tower` (`data/model_costs.py`).
 A *document* is one training example; a *pack* is the documents that the model reads together.
 
-A `DryRun` is read in one of two ways. `read_run_without_model` reads lengths or tokens, with flags that only planning
-reads, within a second. Every other run is read by `read_run` (`configs.py`) and then `read_run_with_configs`, which
+A `DryRun` is read in one of two ways. `read_run_without_model` reads lengths or tokens within a second, if planning
+needs all given flags. Every other run is read by `read_run` (`configs.py`) and then `read_run_with_configs`, which
 import the config classes of TRL, and this takes seconds.
 """
 
@@ -104,8 +104,8 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
         return None
     try:
         settings = replace(PlanningSettings(), **values)
-        # `plan` has these two flags itself, and compares several values of them, all of which have to be good. `show`
-        # has them among `unparsed_words`
+        # `plan` has these two flags itself, and compares several values of them, all of which have to be good:
+        # `replace` refuses a bad one. `show` has them among `unparsed_words`
         compared_lengths = getattr(args, "max_length", None) or [settings.max_length]
         compared_strategies = getattr(args, "strategy", None) or [settings.packing_strategy]
         for length, strategy in product(compared_lengths, compared_strategies):
@@ -156,7 +156,7 @@ def planner_for(
         documents: the documents of the run.
         config: the config of the run.
         world_size: the number of data-parallel ranks.
-        settings: further arguments of `make_planner`: the cost model, and for `plan` after what ranks wait.
+        settings: further arguments of `make_planner`: the cost model, and for `plan` when ranks wait for each other.
 
     Raises:
         ValueError: settings contradict each other, or a step has too many micro-batches.
@@ -190,7 +190,7 @@ def _read_lengths_or_tokens(names: Sequence[str]) -> RowReader | None:
         return LengthRows(np.concatenate(lengths))
     if len(names) > 1:
         return None
-    check_path(names[0])
+    check_path(names[0])  # refuses a path that does not exist
     table = load_local(names[0])
     if not isinstance(table, Dataset) or not {"input_ids"} <= {*table.column_names} <= TOKEN_COLUMNS:
         return None

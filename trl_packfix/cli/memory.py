@@ -41,12 +41,12 @@ MAX_TOKENS = 2**24  # the most tokens of a micro-batch that are tried
 RESERVED_GIB = RESERVED / GIB
 PEAK_PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
 GPU_COUNTS = tuple(2**power for power in range(11))  # numbers of GPUs among which the fewest that fit are searched
-# The columns that every printed table begins with, and all columns, as functions of a row of `PredictedMemory`
+# The columns that every printed table begins with. Each is a function of a row of `PredictedMemory`
 KEYS = (
     Column("training", itemgetter("method"), text=""),
     Column("ckpt", lambda row: "yes" if row["checkpointing"] else "no", text=""),
 )
-COLUMNS = (
+COLUMNS = (  # all columns
     *KEYS,
     Column("peak", itemgetter("peak"), ".1f"),
     Column("largest", lambda row: row["largest"] or None),
@@ -238,7 +238,7 @@ def _describe_first_without_checkpointing(
     for method, peak in peaks.items():
         total = peak(tokens=tokens, gpus=gpus, checkpointing=False).total
         beginning = f"{method.name} on {count_of(gpus, 'GPU')} "
-        if text := describe_unneeded_checkpointing(total, memory, prefix=beginning):
+        if text := describe_unneeded_checkpointing(total, memory, prefix=beginning):  # "" if it does not fit
             return [text]
     return []
 

@@ -58,7 +58,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         )
     from .sources import check_paths
 
-    check_paths(args.unparsed_words)  # DATA, and the flags of the run
+    check_paths(args.unparsed_words)  # refuses DATA, the words before the first flag, that does not exist
     # Imported only after these checks, because the modules import libraries that take seconds
     from ..samples.turns import TurnSettings
     from .configs import read_run

@@ -89,7 +89,7 @@ def tokenise(
     if "labels" not in dataset.column_names:
         masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
     for name in masks:
-        # The reader itself is not used: its constructor refuses masks that are not as long as the tokens
+        # Constructed only for its check: it refuses a mask that is not as long as the tokens
         TokenReader(dataset.select_columns(["input_ids", name]))
     if masks:
         dataset = dataset.map(
@@ -99,7 +99,8 @@ def tokenise(
             desc=f"Building labels of {' and '.join(masks)}",
         )
     # Without `seq_lengths`, a column of TRL's packed rows, with the lengths of the documents in them, documents would
-    # be joined. Columns that the config names have weights of rows, or names of their datasets
+    # be joined. `weight_column` and `source_column` name columns with the weights of rows, and with the names of their
+    # datasets
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names]), turns
 
