@@ -56,8 +56,8 @@ def make_report(
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
     unit_schedule = replace(schedule, order=order, offsets=offsets)
     shared = SharedPacks.of_table(planner, unit_schedule)  # None if every rank has packs of its own
-    # Ranks that share packs wait for each other in every layer. So their imbalance is that of "micro", where ranks wait
-    # after every micro-batch
+    # Ranks that share packs wait for each other in every layer, whatever the setting. So their imbalance is computed
+    # with "micro", which means that ranks wait for each other after every micro-batch
     synchronisation = packing.synchronisation if shared is None else "micro"
     uncut_lengths = reader.lengths
     packed_before = reader.seq_lengths()  # None, except for a table whose rows are packs
@@ -120,7 +120,7 @@ def make_stream_report(
         stream: the packed stream.
         max_steps: optimizer steps of the run.
         counts: what all ranks have read so far; None before training.
-        micro_steps: degree -> number of micro-steps so far, with sequence parallelism.
+        micro_steps: number of ranks that share a pack -> number of micro-steps so far, with sequence parallelism.
     """
     from ..data.stream import StreamCounts
 

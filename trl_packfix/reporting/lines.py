@@ -57,10 +57,10 @@ def _packs_lines(report: PackingNumbers) -> Lines:
 
 def _stream_packs_lines(report: PackingNumbers) -> Lines:
     """Yield the lines on packs, steps and ranks of a stream."""
-    # `rank_section`: texts and numbers on how ranks share packs, or on packs of their own. The ranks of a stream are
-    # divided into groups of `smallest_degree`, the fewest that hold a document of `max_length` tokens. It is 1 if each
-    # rank has packs of its own
+    # `rank_section`: the section on ranks that share packs, or on ranks with packs of their own
     yield "micro-batch", report.rank_section.capacity_text(report.max_length)
+    # The ranks of a stream are divided into groups of `smallest_degree`, the fewest that hold a document of
+    # `max_length` tokens. It is 1 if each rank has packs of its own
     packs_per_step = report.accumulation * report.world_size // report.rank_section.smallest_degree
     step = f"accumulation {report.accumulation}, ranks {report.world_size}"
     yield "steps", f"{report.num_steps:,} (max_steps), packs in each: {packs_per_step} ({step})"

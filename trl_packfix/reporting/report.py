@@ -38,7 +38,7 @@ FILE_WIDTH = 100  # characters of a line, if the output is no terminal
 class PackingReport(PackingNumbers):
     """What packing did with the training set. It is made once, before the first step.
 
-    Counts are numbers of documents, packs or tokens.
+    The fields are those of `PackingNumbers`. Counts are numbers of documents, packs or tokens.
 
     - `efficiency`: tokens / (packs x capacity).
     - `padding_efficiency`: tokens / (tokens and padding) of unpacked batches of the same batch size.
@@ -55,7 +55,7 @@ class PackingReport(PackingNumbers):
     - `images`: the images of the documents, and what they cost; None for a dataset without images.
     - `turns`: with `per_turn`, the number of conversations and assistant turns of which the rows are made; else None.
     - `trained`: what the loss is computed on, and by which setting.
-    - `data`: whether everything that the rows give is in the tokens, once; None for tokenised rows.
+    - `data`: whether everything that the rows give is in the tokens, exactly once; None for tokenised rows.
     - `model`: name and class of the model, and how many of its parameters are trained.
     - `unpacked_loss`: TRL's unpacked loss / packed loss; gradients have the same ratio. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
