@@ -139,7 +139,7 @@ def _omissions(marks: Marks, positions: dict[str, int], text: str) -> Iterator[t
             # The mark is inside its text, so the text begins before it
             start = text.find(stripped, max(0, positions[mark] - len(str(value))))
             end = positions[mark] if start < 0 else start + len(stripped)
-        elif (leaf.message, value) not in texts_found:  # a thought may have several keys
+        elif (leaf.message, value) not in texts_found:  # a thought may be there twice, e.g. as `reasoning` too
             role = f" of {leaf.kind.role}" if leaf.kind.role else ""
             example = shorten(str(value), NUM_SHOWN, placeholder=" ...")
             yield first_in_message.get(leaf.message, end), f"`{leaf.kind.path}`{role}: {example}"

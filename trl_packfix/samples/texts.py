@@ -16,7 +16,7 @@ from datasets import Dataset, Features, LargeList, List
 
 PAIR = ("prompt", "completion")
 MESSAGES = {"conversations": "from", "messages": "role"}  # columns of messages, and the key of a message's role
-# Columns in which TRL looks for a conversation. TRL would also read those that `text_columns` does not choose for a row
+# Columns in which TRL looks for a conversation, so `with_one_text` removes those that `text_columns` does not choose
 TEXTS = (*PAIR, *MESSAGES, "chosen", "rejected")
 Columns = tuple[str, ...]  # names of columns that are tokenised together
 
@@ -72,7 +72,7 @@ def _is_empty(value: object) -> bool:
 def is_conversation(row: Mapping[str, Any]) -> bool:
     """Return whether the tokenised columns of a row are lists of messages."""
     columns = text_columns(row, text_field="")  # a column of plain text is no conversation
-    return bool(columns) and isinstance(row[columns[-1]], list)
+    return bool(columns) and isinstance(row[columns[-1]], list)  # of a pair, the completion
 
 
 def struct_columns(features: Features | None) -> dict[str, Any]:
@@ -154,6 +154,7 @@ def forms_of_table(dataset: Dataset, text_field: str) -> Iterator[tuple[Columns,
     # The possible choices, in the order of `text_columns`
     forms: list[Columns] = [PAIR] if {*PAIR} <= {*types} else []
     forms += [(column,) for column, key in MESSAGES.items() if column in types and _holds_messages(types[column], key)]
+    # `text_columns` never chooses a prompt alone
     forms += [(text_field,)] if text_field in types and text_field != "prompt" else []
     for columns in forms:
         is_chosen = is_unassigned & ~np.any([missing(dataset, column) for column in columns], axis=0)
@@ -175,7 +176,7 @@ def _holds_messages(column_type: pa.DataType, key: str) -> bool:
 
 
 def is_list(dataset: Dataset, column: str) -> bool:
-    """Return whether a column of a table holds lists, which are messages if the column is tokenised."""
+    """Return whether a column may hold lists, as one of type `Json` may. They are messages if it is tokenised."""
     column_type = dataset.features.arrow_schema.field(column).type
     return pa.types.is_list(column_type) or pa.types.is_large_list(column_type) or isinstance(column_type, pa.JsonType)
 
