@@ -6,7 +6,7 @@ A packed batch is one row of several documents with their boundaries (`cu_seq_le
     1. A pre-hook of `PackedForwardGuard` on the model checks the batch and enters a `PackedForward`.
     2. Attention and mixers inside the model read the boundaries from it (`packed_forward.py`). A layer under gradient
        checkpointing enters it again when it is recomputed in backward (`CarryingCheckpoint`).
-    3. Parts of the model that read something else than text have hooks of their own (`tower_support.py`).
+    3. Towers, parts of the model that read something else than text, have hooks of their own (`tower_support.py`).
     4. A hook behind the model leaves the `PackedForward`.
 
 Several guards may be on one model. The first that runs checks a batch, and the others enter its `PackedForward` again.
@@ -87,8 +87,8 @@ class ModelHooks(ABC):
     """Base of classes that add hooks to a model. `install()` adds the hooks, and `remove()` removes them.
 
     Attributes:
-        modules_given_packs: modules inside the model that get packs while the model itself gets padded rows, because
-            these hooks replace their input. For example, `pack_forward` gives packs to the backbone. () for most hooks.
+        modules_given_packs: modules inside the model whose padded rows these hooks turn into packs. The model itself
+            gets padded rows. For example, `pack_forward` gives packs to the backbone. () for most hooks.
     """
 
     modules_given_packs: Sequence[nn.Module] = ()
@@ -137,8 +137,8 @@ class PackedForwardGuard(ModelHooks):
         ignores_masks: whether attention ignores the masks that the model makes itself in packed forwards. This is set
             if a test of the model has found that they only repeat the boundaries.
         before_pack: called at the beginning of each packed forward.
-        mixers: the functions with which the model's mixers mix tokens. In packed forwards they are replaced by
-            functions that start anew in each document.
+        mixers: replaces, in packed forwards, the functions with which the model's mixers mix tokens by functions that
+            start anew in each document (`ReplacedFunctions`).
         entered_forward: the running packed forward, if this guard has made it; else None.
     """
 
@@ -152,7 +152,9 @@ class PackedForwardGuard(ModelHooks):
         self._packed_flags: list[bool] = []
         self._layers: list[nn.Module] = []  # modules that may have a checkpoint function
         self._has_wrappers = False  # whether `_layers` has the wrappers that FSDP puts around layers
-        self._first_layer_name = ""  # FSDP wraps all layers or none, so this one shows whether it has; "" is the model
+        # Name of the first layer in `_layers`; "", the model, if there is none. FSDP wraps all layers or none, so the
+        # first one shows whether it has wrapped them
+        self._first_layer_name = ""
         self.mixers = mixer_support().replaced_functions(model)
         self.entered_forward: PackedForward | None = None
         self._tower_hooks: list[ModelHooks] = tower_support().make_hooks(self)
@@ -202,9 +204,9 @@ class PackedForwardGuard(ModelHooks):
                 self.entered_forward = running
             enter_packed_forward(running)
             if running.kv_index is not None:
-                # Documents share prefixes. For example, documents P C and P D with the prefix P are P C D in the batch,
-                # with boundaries around D. A module would take D for a document. So only attention gets the boundaries,
-                # from the running forward (`varlen.py`).
+                # Documents share prefixes, so keys have an index. For example, documents P C and P D with the prefix P
+                # are P C D in the batch, with boundaries around P C and around D. A module inside the model would take
+                # D alone for a document. So only attention gets the boundaries, from the running forward (`varlen.py`).
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         self._packed_flags.append(layout.is_packed)
         return args, kwargs
@@ -272,7 +274,7 @@ def _check_packed_batch(
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
     num_documents = len(kwargs["cu_seq_lens_q"]) - 1
-    # `attention_fields`: the ranks that share the pack, the launches of the flash kernel that the collator has planned,
+    # `attention_fields`: the ranks that share the pack, the planned launches of the flash kernel (`Layout.launches`),
     # and with shared prefixes the rows of the keys
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention_fields())
     attention = text_config(model)._attn_implementation
