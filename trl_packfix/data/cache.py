@@ -12,6 +12,7 @@ Words:
     document    one training example: the tokens from `start` to `stop` of one row of the table (a span).
     pack        documents that pass through the model together.
     plan        which documents share a pack. A schedule says which pack belongs to which step and rank.
+    trained     said of a token: its label is not -100.
     seal        a hash of the name and the content of a file, written at the end of the file.
 
 A cache file is an Arrow file of named arrays, followed by its seal. If the seal does not match, because the disk lost
@@ -22,7 +23,7 @@ that another rank has written at the same time.
 
 Another version of this package or of its libraries may make other documents and plans of the same rows. So the name of
 every cache file contains `PREPARATION_SOURCE_HASH` (`samples/row.py`), a hash of all files of the package and of the
-versions of the libraries. The names of the files that `datasets` caches contain the hash, too (`HashedMapFunction`).
+versions of the libraries. `HashedMapFunction`, also there, puts it into the names of the files that `datasets` caches.
 """
 
 import contextlib
@@ -100,8 +101,8 @@ def cached_documents(
         order = None if feature is None else feature.sort_tokens(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=order).to_arrays()
 
-    # A feature that plans several documents as one (`regroups`) sorts them by their tokens. Nothing else of a feature
-    # changes what is cached
+    # A feature that plans several documents as one (`regroups`) sorts them by their tokens. For every other feature
+    # `sort_tokens` returns None, so nothing else of a feature changes what is cached
     sorts_tokens = feature is not None and feature.regroups
     file = _cache_file(reader, "spans", settings | {"sorts_tokens": sorts_tokens})
     # The documents know their file, because plans are cached beside it

@@ -46,7 +46,7 @@ class RankShare(list[Any]):
     def of_schedule(cls, schedule: Schedule, rank: int) -> Iterator["RankShare"]:
         """Yield the document indices of each micro-batch of one rank, with the group that shares the micro-batch."""
         for indices, group in zip(schedule.micro_batches(rank), schedule.groups_of_rank(rank), strict=True):
-            yield cls(indices.tolist(), Group(*group))
+            yield cls(indices.tolist(), Group(*group))  # (number of ranks, number of this rank among them)
 
 
 def cut_part(
@@ -61,8 +61,8 @@ def cut_part(
     Args:
         batch: the batch of the whole pack, with T tokens. T is a multiple of s, the size of the group.
         group: the ranks that share the pack. If this rank is alone, the batch is returned unchanged.
-        labels_only: cut the labels only. So it is for packs with images: the model puts them among the tokens, and then
-            each rank cuts out its part inside the model.
+        labels_only: cut the labels only. Used for packs with images: the model puts the images among the tokens, and
+            only then, inside the model, each rank cuts out its part of the tokens.
         checksum_tensors: returns tensors of the batch to hash, beside its tokens and boundaries, such as images.
 
     Returns:
@@ -95,7 +95,8 @@ def cut_part(
     names = ("labels",) if labels_only else PER_TOKEN
     cut_entries = {name: batch[name][:, rows].contiguous() for name in names}
     cut_entries["shift_labels"] = shifted[:, rows].contiguous()
-    # The layout gets, for each token of the whole pack, whether its next token is trained, shape (1, T)
+    # The layout counts the trained tokens of each document in all parts. So it gets, for each token of the whole pack,
+    # whether its next token is trained, shape (1, T)
     part_layout = layout.cut_to_part(rows, shifted != IGNORE_INDEX)
     cut_entries[LAYOUT_KEY] = replace(part_layout, group=group, num_tokens=num_tokens, checksum=checksum)
     return batch | cut_entries

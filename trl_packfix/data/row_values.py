@@ -3,7 +3,7 @@
 The user may name two columns of the dataset: `weight_column` with a number by which the loss of a row is multiplied,
 and `source_column` with the name of the data set that a row comes from, whose loss is logged separately. A document has
 the weight and the source of its row. If a long row is split into several documents, or is a pack of several documents
-already (`seq_lengths`), all of them have them.
+already (`seq_lengths`), each of these has the row's values.
 
 `read_row_values` reads both columns of a table. `DocumentDataset` (`loaders.py`) adds the values of its row to each
 document, and `RowValuesCollator` makes two tensors of them, with one entry for each document of the batch: `WEIGHTS`
@@ -44,7 +44,7 @@ class RowValues:
     weights: npt.NDArray[np.float32] | None = None  # shape (R,); None without a column of weights
     sources: npt.NDArray[np.int64] | None = None  # indices in `names`, shape (R,); None without a column of sources
     names: tuple[str, ...] = ()  # names of the sources, sorted; a source is numbered by its place here
-    column_values: tuple[Any, ...] = ()  # the value of the column that each name stands for, such as a class number
+    column_values: tuple[Any, ...] = ()  # for each name the value in the column, such as a class number
 
     def select(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
         """Return the values of some rows, in the given order, or of all rows for None."""
@@ -127,7 +127,7 @@ def check_row_values(
     Raises:
         ValueError: the weight or the source is missing or has the wrong type.
     """
-    # Without a column, a value is checked that is good
+    # Without a column, check a value that passes
     weight = 0 if weight_column is None else row.get(weight_column)
     if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
         raise ValueError(
@@ -238,15 +238,15 @@ def _value_column(dataset: Dataset, column: str, field: str, *, name: str) -> pa
 class RowValuesCollator:
     """Makes a batch with another collator, and adds the weights and sources of its N documents, shape (N,).
 
-    The dummy document of a rank and the padding of a pack have neither. Their weight and their source are 0, which
-    changes nothing because they have no trained token.
+    The dummy document of a rank that has no document in a micro-batch, and the padding of a pack, have neither. Their
+    weight and their source are 0, which changes nothing because they have no trained token.
     """
 
     collate: Callable[[Any], dict[str, Any]]  # the other collator
     # The entries to add (`WEIGHTS`, `SOURCES`), each with the key under which documents hold its value
     keys: dict[str, str]
-    # Packed documents of a table hold the numbers of their sources, and need none of the following. Unpacked rows hold
-    # the value of the column: then this is the number of each value
+    # For unpacked rows, which hold the value of the source column: the number of each value. None for packed documents
+    # of a table, which hold the number already
     source_numbers: Mapping[Any, int] | None = None
     # For a stream: documents hold names of sources, and the batch gets a list of names, with None in place of 0
     names_sources: bool = False
@@ -256,9 +256,10 @@ class RowValuesCollator:
         without_values = (
             {key: value for key, value in document.items() if key not in value_keys} for document in documents
         )
-        # `like`: a list that belongs to the same group of ranks as `documents`
+        # `like`: for the group of ranks of `documents`. A plain list would be the pack of a rank that is alone
         batch = self.collate(RankShare.like(documents, without_values))
-        # The layout counts padding as documents. A dummy document is in `documents`, and has no value
+        # Documents of padding are counted by the layout only, and come last. A dummy document is in `documents`, and
+        # has no value
         num_padding = layout_of(batch).document_count - len(documents)
         for key, document_key in self.keys.items():
             values = [document.get(document_key) for document in documents] + [None] * num_padding
