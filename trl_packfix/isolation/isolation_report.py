@@ -35,7 +35,8 @@ class IsolationReport:
 
     Attributes:
         isolated (`bool`):
-            Whether no document changed when the test changed another document of its pack.
+            Whether no document changed when the test changed another document of its pack. Also `False` if
+            `max_gradient` is above 0, or if there are `leaks` in packs of one rank.
         equal (`bool`):
             Whether each document in a pack has the hidden states that it has alone. A model can be isolated and still
             wrong, for example if positions do not restart in each document.
@@ -46,10 +47,9 @@ class IsolationReport:
         max_gradient (`float` or `None`):
             Largest gradient of one document's outputs with respect to another document's embeddings; `None` if it was
             not tested. If ranks share packs, or documents share prefixes, the gradients of a document in a pack and
-            alone are compared as well, and a relative difference beyond rounding counts if it is larger.
+            alone are compared as well. A relative difference beyond rounding stands here if it is larger.
         tolerance (`float`):
-            Largest change that rounding explains, from the dtype and from repeated runs. It has a cap in half
-            precision, see `rounding`.
+            Largest change that rounding explains, from the dtype and from repeated runs, at most `MAX_NOISE`.
         attention (`str`):
             The attention implementation that was tested.
         leaks (`list[Leak]`):
@@ -74,7 +74,7 @@ class IsolationReport:
         proved_on (`str` or `None`):
             The day on which an earlier start proved the same model; `None` if this start did.
         reach (`int`):
-            Most tokens between the start of a pack and a document that was equal to itself alone; 0 if not tested.
+            Most tokens in a pack before a document that was tested there and was equal to itself alone; 0 if none.
 
     Example:
 
@@ -110,7 +110,7 @@ class IsolationReport:
         if self.error is not None:
             problem = "refuses a pack" if self.runs_unpacked else "raises without packing, too"
             return f"the model {problem}: {self.error}"
-        # No document changes beyond rounding, and no module is found, so only the gradients have shown the defect.
+        # Only the gradients have shown the defect: no document changed beyond rounding, and no module was found.
         if not self.isolated and self.max_gradient and self.max_change <= self.tolerance and not self.leaks:
             return f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         if not self.isolated:
@@ -155,7 +155,8 @@ class IsolationReport:
 
         Args:
             on_leak (`str`, *optional*, defaults to `"raise"`):
-                The setting of [`SFTConfig`], which says what has been tried. The message names the remaining options.
+                The setting of [`SFTConfig`]: `"repair"`, `"unpack"` or `"raise"`. It says what has been tried, and the
+                message names the remaining options.
         """
         if self.passed:
             return

@@ -12,8 +12,10 @@ Words:
     previous   the attention that the user gave the model, and that it has outside of packs
     towers     parts of a model that read no text, but images, for example
     feature    a change of packs, such as shared prefixes (`feature.py`)
-    plain      packs without shared prefixes, which are proved first. `Feature.plain` makes their probe, with images if
-               the rows of the run have images
+    plain      packs without shared prefixes, which are proved first. `Feature.plain`, the feature of all packs of the
+               run, such as images, makes their probe
+    degree     number of ranks that share each pack
+    threshold  a length above which the model computes a document differently, such as a sliding window
     wrapped    inside of PEFT, DDP or an engine (DeepSpeed, FSDP)
 """
 
@@ -65,7 +67,7 @@ class PackedModel:
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         on_leak: what is done with a model that leaks: "repair", "raise" or "unpack".
         enforce_flash_attention: whether the attention of the model is replaced by one that is faster on packs.
-        own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
+        own_hooks: further hooks of the run to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
         feature: the feature of the packs. `prove` proves plain packs (`Feature.plain`), and `prove_feature` packs with
             the feature.
@@ -105,6 +107,7 @@ class PackedModel:
         elif feature.needs_lookup:
             self._needs_varlen = LOOKS_UP
         self.feature = feature
+        # `TowerSupport` itself leaves towers as they are
         self._towers = tower_support() if feature.plain.has_towers else TowerSupport()
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
@@ -128,9 +131,9 @@ class PackedModel:
             refusals={name: reason for name, reason in self._refusals.items() if name != tower_attention},
         )
         needs_varlen = self._needs_varlen
-        # Only `packfix_varlen` serves shared rows. If flash attention can be used, and `packfix_varlen` is no flash
-        # attention here, the run gives up shared rows, because flash attention saves more time. With another attention,
-        # `prove_feature` then finds that packs cannot have the feature.
+        # Only `packfix_varlen` serves shared prefixes. If flash attention can be used, and `packfix_varlen` is no flash
+        # attention here, the run gives up shared prefixes, because flash attention saves more time. With another
+        # attention, `prove_feature` then finds that packs cannot have the feature. The final choice below may warn.
         if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -198,8 +201,11 @@ class PackedModel:
             KernelError: no attention kernel computes this model.
         """
         self.attach_packed_attention()
-        gather_lm_head_with_model(self._inner)  # for ZeRO-3; the next lines are for FSDP2
-        if self._head_hook is None:  # the engine may have sharded the model since `attach_packed_attention`
+        # TRL's fused loss reads the LM head without calling it, so a sharded head must be gathered for it: first for
+        # ZeRO-3, then for FSDP2. No hook was needed if the head was whole in `attach_packed_attention`, but the engine
+        # may have sharded it since.
+        gather_lm_head_with_model(self._inner)
+        if self._head_hook is None:
             self._head_hook = unshard_lm_head(self._inner)
         attention_before = self.attention
         report = self._judge_packs(wrapped)
@@ -298,8 +304,9 @@ class PackedModel:
         """
         name = self.attention.name
         reason = " ".join(str(error).split())
-        # With an `OwnAttentionError` the model passes more to its attention than `packfix_varlen` supports. It then
-        # keeps its own attention. With other errors another kernel may help, unless this was the last one.
+        # With an `OwnAttentionError` the model passes more to its attention than `packfix_varlen` supports. Packs then
+        # keep the model's own attention. `cause` is the message without the remedy. With other errors another kernel
+        # may help, unless this was the last one.
         cause = error.cause if isinstance(error, OwnAttentionError) else None
         is_last_kernel = name == ATTENTION_NAME and cause is None
         if not self.enforce_flash_attention or is_last_kernel:
@@ -374,7 +381,7 @@ class PackedModel:
         return reason
 
     def _reason_against_sharing(self) -> str | None:
-        """Return why ranks cannot share packs of this model, nor its documents share rows; None if they can."""
+        """Return why neither ranks can share packs of this model nor documents share rows; None if they can."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
@@ -438,7 +445,7 @@ class PackedModel:
                 # `undisturbed`: without dropout and the user's hooks; restores buffers and random state
                 with probe.undisturbed(), self._testing():
                     report = search.search_repairs()
-            except OwnAttentionError:  # the packfix_varlen of this round cannot be repaired; try the model's own
+            except OwnAttentionError:  # the model does not run on `packfix_varlen`; try its own attention
                 search.give_up()
                 continue
             # The search has tested documents of text only. If the probe has examples of other kinds, test them now.
@@ -471,7 +478,7 @@ class PackedModel:
     def _testing(self) -> Iterator[None]:
         """Within this context the guard does not restore the attention, because a test may replace it.
 
-        From then on the guard does so before each pack.
+        After the context, the guard restores it before each pack.
         """
         self._guard.before_pack = None
         try:

@@ -22,7 +22,8 @@ from ..compat import nested_rope_keys
 
 # Names of fields that count tokens although they have a word of `OTHER_WORDS`: the widths of convolutions
 KERNEL_FIELDS = re.compile(r"conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$")
-# Words in the names of fields that do not count tokens
+# Words in the names of fields that are no thresholds. "positions" and "ctx" name the longest sequence of the model,
+# which `thresholds` reads separately
 OTHER_WORDS = set(
     "vocab hidden intermediate embd embed embeds embedding embeddings ff ffn dff inner dim dims headdim rank lowrank "
     "width channels head heads layer layers expert experts group groups id ids token theta seed iters expand state "
@@ -32,9 +33,9 @@ OTHER_WORDS = set(
 # Names of fields that count blocks or chosen positions. If two names begin with the same word ("index_..."), one may be
 # a number of blocks and the other their size, so their product is a threshold, too.
 SELECTION_FIELDS = re.compile(r"top_?k|blocks|pool|chunks")
-BLOCK_FIELDS = re.compile(r"pool|block_size")  # names of fields with the size of a block; a "pool" may be either
-# Field with the number of tokens that a layer compresses to one key, a dictionary by kind of layer (DeepSeek-V4). In
-# layers of the kind INDEXED_KIND, `index_topk` counts compressed keys.
+BLOCK_FIELDS = re.compile(r"pool|block_size")  # sizes of blocks; a "pool" may be a number or a size
+# Field of DeepSeek-V4: for each kind of layer, the number of tokens that are compressed to one key. In layers of the
+# kind INDEXED_KIND, `index_topk` counts compressed keys.
 RATES_FIELD = "compress_rates"
 INDEXED_KIND = "compressed_sparse_attention"
 POSITIONS_FIELD = "max_position_embeddings"
@@ -48,7 +49,7 @@ def thresholds(
 
     Args:
         max_length: longest document of the run, in tokens; None is the model's number of positions.
-        shortest: length of a document that is tested in any case. A threshold that it exceeds needs no other test.
+        shortest: length of a document that is tested in any case. Thresholds below it need no other test.
 
     Returns:
         The thresholds to test, below `max_length`, and those that no document of the run exceeds, from `max_length` to
@@ -61,7 +62,7 @@ def thresholds(
     lengths = _length_fields(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < longest}
     # Without a `max_length` documents may be longer than the number of positions, above which dynamic RoPE has other
-    # angles. So this number itself may be a threshold that is not tested.
+    # angles. So this number itself, here `longest`, may be a threshold that is not tested.
     end = num_positions + 1 if max_length is None else num_positions
     unreachable = {name: n for name, n in lengths.items() if longest <= n < end}
     return to_test, unreachable
@@ -84,8 +85,8 @@ def _length_fields(fields: dict[str, Any]) -> dict[str, int]:
         lengths |= {f"{RATES_FIELD}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
             lengths["index_topk"] *= rates.get(INDEXED_KIND, 1)
-    # A model that chooses positions in blocks may take the last, unfinished block in addition. So it chooses all
-    # positions until there is one more full block.
+    # A model that chooses positions in blocks may take the last, unfinished block in addition. For example, with 2
+    # blocks of 4 positions it takes all of 11 positions, but not of 12.
     block_size = max((n for name, n in numbers.items() if BLOCK_FIELDS.search(name)), default=0)
     return {name: n + block_size if SELECTION_FIELDS.search(name) else n for name, n in lengths.items()}
 
@@ -122,7 +123,7 @@ def _depends_on_length(
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:
         return rope_type != "default"  # the plain angles; not every version of transformers has a function for them
-    # The model chooses one of two lists of factors by the length; phimoe also has a pair of scales.
+    # The model chooses one of two lists of factors (`short_factor`) by the length; phimoe also has `short_mscale`.
     short_names = {name for name in parameters if name.startswith("short_")}
     if any(parameters[name] != parameters.get(name.replace("short_", "long_")) for name in short_names):
         return True
