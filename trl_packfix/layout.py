@@ -67,12 +67,12 @@ class Targets:
     depends on which rows documents share.
 
     Attributes:
-        documents: the document of each value that `select` returns, int64, in the shape of these values.
+        documents: the document of each value that the method `select` returns, int64, in the shape of these values.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         positions: for each of the M targets the row that predicts it, (M,), if rows may predict tokens of several
             documents. For example, if row 0 predicts a token of documents 0 and 1, and row 1 one of document 1,
             `positions` is [0, 0, 1] and `documents` is [0, 1, 1]. None if each row predicts the token of one document.
-            The values then stay as they are, one per row. Callers give 0 at rows whose next token is not trained.
+            The values then stay as they are, one per row.
     """
 
     documents: Tensor
@@ -80,7 +80,10 @@ class Targets:
     positions: Tensor | None = None
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the values of the targets, (M,), from one value per row; return `values` if `positions` is None."""
+        """Return the values of the targets, (M,), from one value per row; return `values` if `positions` is None.
+
+        Callers give the value 0 at rows whose next token is not trained.
+        """
         return values if self.positions is None else values.flatten()[self.positions]
 
 
@@ -138,7 +141,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def document_count(self) -> int:
-        """N, the number of documents, padding included."""
+        """N, the number of documents, with padding except in `SharedRowsLayout`."""
 
     @abstractmethod
     def targets(self, mask: Tensor) -> Targets:
