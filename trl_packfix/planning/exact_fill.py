@@ -1,6 +1,6 @@
 """Pack documents in the order in which they arrive: a bounded buffer, oldest documents first, then an exact fill.
 
-Lengths in tokens come from a table in visiting order (`packs.plan_stream`) or from a stream (`Packing.pack_stream`).
+Lengths in tokens come from a table, in visiting order (`packs.plan_stream`), or from a stream (`Packing.pack_stream`).
 Out go packs of positions; a *position* is the number of a document in order of arrival, from 0. A stream gets each pack
 as a list as soon as it is closed. A table gets all packs as a pair of arrays: `members`, the positions pack after pack,
 and `sizes`, the number of documents in each pack.
@@ -24,8 +24,8 @@ from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 MAX_PASSED_OVER = 32  # a search skips at most so many documents that are too long, which bounds the work for a pack
 # An exact fill is searched once the gap is at most this many times the mean length of the waiting documents
 FILL_FROM = 3
-# Short documents are scarce if all waiting ones together have fewer tokens than this many times the tokens that fit
-# beside the waiting long ones. `StreamPacker` explains what follows
+# A document is long with more than half a pack, else short. Short documents are scarce if the waiting ones have fewer
+# tokens in sum than this many times the room beside the waiting long ones. `StreamPacker` explains what follows
 ENOUGH_FILLERS = 2
 # Largest number of placed documents that are remembered, so that the memory for an endless stream is bounded
 MAX_REMEMBERED = 1 << 16
@@ -36,7 +36,7 @@ class WaitingDocuments:
 
     `present[l]` is 1 where a document of l tokens waits, and `mirrored` is `present` in reverse. Two documents sum to a
     gap where a slice of `present` and a slice of `mirrored` are both 1, so one bitwise "and" finds all such pairs.
-    `forward` and `backward` are the same bytes as numpy arrays.
+    `forward` is `present` as a numpy array of the same bytes, and `backward` is `mirrored`.
 
     Args:
         longest: most tokens of a document.
@@ -95,8 +95,8 @@ class WaitingDocuments:
         high = min(gap - 1, longest)
         if low > high:
             return ()
-        # mirrored[mirrored_start + l] is present[gap - l]. `mirrored_start` may be below 0, but `mirrored_start + low`
-        # is not, because `low` is at most `self.longest`.
+        # mirrored[mirrored_start + l] is present[gap - l]. `mirrored_start` may be below 0. The slice still
+        # begins at 0 or later, because `gap - low` is at most `low`, and so at most `self.longest`.
         mirrored_start = self.longest - gap
         partners = self.backward[mirrored_start + low : mirrored_start + high + 1]
         has_pair = (self.forward[low : high + 1] & partners).tobytes()
@@ -214,8 +214,8 @@ class StreamPacker:
         self.first_position = 0
         self.num_bytes = 0  # bytes of the waiting documents
         # Below 0, short documents are scarce. A waiting document of at most half a pack counts with its tokens, because
-        # it can fill the room beside a longer one. A longer one counts with `ENOUGH_FILLERS` times the room beside it,
-        # negative.
+        # it can fill the room beside a longer one. For a longer one, `ENOUGH_FILLERS` times the room beside it is
+        # subtracted.
         self.filler_surplus = 0
         self.members: list[int] = []  # positions in the open pack
 
@@ -279,12 +279,12 @@ class StreamPacker:
         if self.filler_surplus < 0:
             # Short documents are scarce: take the oldest document, then the longest ones that fit.
             length = self.lengths[index]
-            while length > 0:
+            while length > 0:  # -1 if nothing more fits
                 gap -= self._place(length)
                 length = buffer.longest_up_to(gap)
             return
         fill: tuple[int, ...] = ()
-        longest = buffer.longest_up_to(gap)  # an exact fill has no longer document
+        longest = buffer.longest_up_to(gap)  # no document of an exact fill is longer
         mean_length = buffer.num_tokens / buffer.num_documents
         max_gap = min(2 * longest, FILL_FROM * mean_length)  # two documents fill at most twice the longest
         # First the oldest documents that fit, until an exact fill is found.

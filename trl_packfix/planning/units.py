@@ -1,4 +1,4 @@
-"""The *units* that planning packs, and the *slots* that the packs go to. numpy only.
+"""The *units* that planning packs, and the *slots* that the packs go to. Imports numpy, not torch.
 
 A *unit* is planned as one thing: a document, with its images if it has any, or several documents that a feature
 plans as one (a subclass of `Units`). It has a number of rows, by which it fits into a pack, and a cost in FLOPs, by
@@ -35,7 +35,9 @@ class Bins:
     # When ranks wait for each other: after every micro-batch ("micro"), or only after the last one of a step ("step")
     synchronisation: Synchronisation = "micro"
     drop_last: bool = False  # the last step is omitted if it is incomplete
-    evens_targets: bool = False  # the packs of a step get about equal numbers of trained tokens, and not equal costs
+    # The packs of a step get about equal numbers of trained tokens, and not equal costs, because the user's own loss
+    # may be a mean per micro-batch
+    evens_targets: bool = False
     batch_size: int = 1  # documents per micro-batch of the unpacked run
 
     @property
@@ -47,8 +49,8 @@ class Bins:
         """Return whether each pack may be in a slot. This is the only rule about what may share a pack.
 
         All functions that deal units anew call this method, and keep the packs that were planned if it returns False.
-        A further condition here must hold for any part of a pack for which it holds, because packs are also halved
-        without a call.
+        If a pack fulfils a condition that is added here, each part of it must fulfil it, too, because packs are also
+        halved without a call.
 
         Args:
             packs: numbers of the units in each pack.
@@ -77,7 +79,7 @@ class Units:
     def costs(self, degree: int = 1) -> Float64Array:
         """Return the FLOPs of each unit on all `degree` ranks of a group together, shape (U,)."""
         if degree not in self._costs:
-            # If heads cannot be divided evenly among the ranks, the rank with most heads determines the cost
+            # If attention heads cannot be divided evenly among the ranks, every rank counts as the one with most heads
             cost_model = self.cost_model.shared_by(degree)
             self._costs[degree] = self._language_costs(cost_model) + self.image_costs
         return self._costs[degree]
@@ -89,9 +91,9 @@ class Units:
     def sort_by_step(
         self, order: Int64Array, step_of_documents: Int64Array, num_steps: int
     ) -> tuple[Int64Array, Int64Array]:
-        """Sort the units by the optimizer step that their documents have in the unpacked run, and must keep.
+        """Sort the units by the optimizer step that their documents have in the unpacked run.
 
-        Here each unit is a document, so `order` has the units sorted already.
+        Documents keep this step in packed training. Here each unit is a document, so `order` is sorted already.
 
         Args:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).
