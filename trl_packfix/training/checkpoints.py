@@ -168,7 +168,8 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     state: dict[str, Any] = json.loads(file.read_text())
-    if "settings" in state:  # the run read a table. A stream saves its settings in files of its own
+    # Only the state of a table has "settings" (`settings_of` in `table_source.py`), with the number of documents
+    if "settings" in state:
         state["trained"] = read_trained(checkpoint, state["settings"]["documents"])
     return state
 
@@ -182,8 +183,8 @@ def save_trained(checkpoint: Path, now: TrainedMask, before: TrainedMask | None)
     Args:
         checkpoint: the folder of the checkpoint.
         now: the documents that were trained up to now.
-        before: the documents that were trained before the running plan was made, if a resumed run has planned the rest
-            of the epoch anew; None if the plan has the whole epoch.
+        before: if a resumed run has planned the packs of the rest of the epoch anew, the documents that were trained
+            before that; None if the plan has the whole epoch.
     """
     bits = np.packbits([now] if before is None else [now, before], axis=1)
     write_synced(checkpoint / TRAINED_FILE, lambda stream: np.save(stream, bits))

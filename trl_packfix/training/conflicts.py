@@ -81,8 +81,8 @@ from .choices import (
 class ChoiceConflicts:
     """A choice of the user, and the conditions that exclude it.
 
-    If two choices exclude each other, only one of their records names the other. A record without `conflicts` gives a
-    choice that other records name its page in docs/.
+    If two choices exclude each other, only one of their records names the other. A record without `conflicts` has only
+    the page in docs/ of a choice that other records name.
 
     Attributes:
         choice: the condition that is met if the user has made the choice.
@@ -135,8 +135,8 @@ def _capitalize(text: str) -> str:
 EXPERIMENTAL = (TOKENS_PER_RANK, TENSOR_PARALLELISM)
 
 ON_SEVERAL_DEVICES = "The boundaries of a pack are on one device, and modules on other devices cannot read them"
-# Causes that several records below give. In the causes, a *row* is a row of the dataset or, where documents share rows,
-# one token of a pack
+# Causes that several records below give. In the causes, a *row* is a row of the dataset or of a batch. Where documents
+# share rows (`_SHARED_ROWS`), it is one token of a pack
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
 _NO_PLACE = "What a row has belongs to its document, and where documents are in a batch of this collator is not known"
@@ -160,6 +160,7 @@ _WEIGHTS = {
     UNPACKED_SEQUENCES: _LOSS_OF_TRL,
 }
 _TURNS_UNKNOWN = "It makes one text of each row, in which turns are not known"
+# "The two" are `assistant_only_loss` and `per_turn`; the condition is `EVERY_TURN`
 _NO_TURNS = "It chooses among the assistant's turns, and without either of the two every token is trained"
 _OWN_ROWS = "Documents share rows of a pack, and an unpacked document has a row of its own"
 

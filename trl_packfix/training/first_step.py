@@ -151,7 +151,7 @@ class FirstStep(TrainerPart):
         self._unwrapped_model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         unwrapped_probe = self._probe if self._unwrapped_model is model else self._make_probe(self._unwrapped_model)
         # Whether a forward pass of the unwrapped model waits for other ranks. DDP is a wrapper, which is removed here.
-        # FSDP2 and tensor parallelism divide the parameters of the model itself, and then `has_engine` is True
+        # FSDP2 and tensor parallelism divide the parameters of the model itself; then `has_engine` stays True
         self._has_collectives = self._trainer.accelerator.num_processes > 1 and unwrapped_probe.has_engine
         named_parameters = self.base_model.named_parameters()
         trained_parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
@@ -166,8 +166,9 @@ class FirstStep(TrainerPart):
         if not self._sum_over_ranks(sum(map(num_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
 
-        # Third, train them packed and unpacked, and measure the gaps. `run_without_draws` makes modules that draw
-        # random numbers, such as routers with jitter, draw none
+        # Third, train them packed and unpacked, and measure the gaps. `run_without_draws` finds the modules that draw
+        # random numbers, such as routers with jitter, and the packed step is run without draws. The hook of
+        # `_undisturbed` keeps these modules from drawing in all later forwards, too
         with self._undisturbed():
             packed = self._probe.run_without_draws(lambda: self._train_packed(packs))
             unpacked = self._train_unpacked(packs)
@@ -177,6 +178,7 @@ class FirstStep(TrainerPart):
             # logits in the packed loss are not. Then losses may differ by the rounding of one number, `eps`
             rounds_unpacked_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
             fine_loss = torch.finfo(dtype).eps if rounds_unpacked_logits else FINE_LOSS_GAP
+            # `rounding` is the relative change that another order of the same sums may cause, in the model's precision
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
             # The limits are the fine gaps, unless a gap is above them. Then `limits_of_rounding` repeats the packed
             # step, and moves every number in the output of a module by half a unit of its last digit, up or down at
@@ -243,7 +245,7 @@ class FirstStep(TrainerPart):
         trainer = self._trainer
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return False
-        if self._objective.summed_by_ranks:  # tensor parallelism changes the gradients of these in each backward
+        if self._objective.summed_by_ranks:  # parameters whose gradients tensor parallelism sums after each backward
             return False
         if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
@@ -392,7 +394,7 @@ class FirstStep(TrainerPart):
         uses_fused_head = not self._objective.fused_head_is_exact and not smoothing
         with trainer.compute_loss_context_manager():
             if uses_fused_head:
-                # The fused head shifts labels itself, so one is put before them
+                # The fused head drops the first label of a row, so one is put in front. The others fill the row up
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
                 scores = self._unwrapped_model(**row, labels=padded, fused_lm_head=True)
             else:
@@ -458,7 +460,7 @@ class FirstStep(TrainerPart):
 
         # Second, compare its states behind a short document of random tokens with its states alone
         try:
-            uncompiled = layers_uncompiled(self.args)
+            uncompiled = layers_uncompiled(self.args)  # `torch_compile` would compile new shapes for one forward
             with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad(), uncompiled:
                 pack = [self._probe.tokens(NUM_TOKENS_BEFORE), document]
 
@@ -587,12 +589,14 @@ class FirstStep(TrainerPart):
         }
         objective.totals = TrainingTotals(totals.sources, totals.shares_rows)
         try:
+            # The model has packed attention and, by the context of the probe, train mode with dropout rate 0
             with trainer.packed_model.attending(), probe.undisturbed():
                 for document_noise in noise_amplitudes:
                     document_noise.alpha = 0.0
+                # No router loss with images, because the batch of `_router_loss` has only tokens
                 trainer.aux_loss_enabled &= self._data.reading.is_text_only
                 # `training_step` sets all modules to train mode. Before each forward, this hook sets the modules that
-                # draw random numbers to eval mode again
+                # draw random numbers to eval mode again. `inner` is the base model below all wrappers
                 with probe.inner.register_forward_pre_hook(probe.silence):
                     yield
         finally:

@@ -21,8 +21,8 @@ from ..planning.costs import CostModel
 # whitepapers. Many sheets give the rate with sparsity, which is twice as high. From other pages: B300 and GB300
 # (glennklockwood.com/garden/processors/B300, verda.com/blog/gb300-nvl72-architecture), RTX A6000 (Microway's table, as
 # llmperf.net cites it), RTX PRO 6000 (hmc-tech.com). RTX 5090: nanochat's table and zeroband's tests, after NVIDIA's
-# whitepaper on RTX Blackwell. For RTX 6000 Ada other tables have 181 and 364, and no page of NVIDIA's was found, so
-# users set the field `peak_tflops` of the config.
+# whitepaper on RTX Blackwell. RTX 6000 Ada has no entry, because other tables have 181 and 364, and no page of NVIDIA's
+# was found. Its users set the field `peak_tflops` of the config.
 PEAK_TFLOPS = (
     (r"NVIDIA GB300", 2500.0),
     (r"NVIDIA B300( SXM6 AC)?", 2250.0),

@@ -76,7 +76,7 @@ def score_tokens(model: PreTrainedModel) -> None:
     """
     # `scores_tokens`: TRL's fused head returns a log-probability for each token, on every device
     if scores_tokens() and not isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
-        cap_fused_head(model)
+        cap_fused_head(model)  # TRL's trainer has added the head already; only a cap may be missing
     else:
         add_token_scores(model)
 
@@ -218,7 +218,8 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     # A mask changes log-probabilities only a little, because an untrained model finds no token likely. So with a mask
     # the first row, whose states are not scaled, has a finer limit
     differs[0] |= is_masked[0].any() & (gaps[0] > 1e-5)
-    # If the hook scaled nothing, the forward did not run the backbone. The proof of isolation refuses such a model.
+    # If the hook scaled nothing, the forward did not run the backbone, and no warning is given here: the proof of
+    # isolation refuses such a model.
     if not differs.any() or not scaled_modules:
         return True
     gap = gaps[differs][0].item()

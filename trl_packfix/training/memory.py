@@ -68,10 +68,10 @@ class MeasureMemory(TrainerCallback):
             f"{fullest.reserved / GIB:.1f} reserved, of {fullest.total / GIB:.0f}"
         )
         saved = self._predict_saving() if trainer.args.gradient_checkpointing else None
-        if saved is not None:
+        if saved is not None:  # the text is "" if the sum does not fit
             text += describe_unneeded_checkpointing(fullest.allocated + saved, fullest.total, prefix="; ")
         print(f"memory: {text}")
-        complete_report(trainer, memory=text)
+        complete_report(trainer, memory=text)  # the field `memory` of the packing report
 
     def _predict_saving(self) -> float | None:
         """Return the bytes that checkpointing saves on a GPU, for a full micro-batch; None if that is not predicted."""
@@ -92,7 +92,8 @@ class MeasureMemory(TrainerCallback):
                 sizes = count_model(model.config, method, *adapters[:1])
             except ValueError:  # the forward of the model cannot run on fake tensors
                 return None
-        num_tokens = packing.parallel.tokens_per_rank  # of a full micro-batch on one rank
+        # Of a full micro-batch on one rank. It is computed from the batch size if the user sets no `tokens_per_rank`
+        num_tokens = packing.parallel.tokens_per_rank
         predict = partial(predict_peak, sizes, method, tokens=num_tokens, gpus=trainer.args.world_size)
         return predict(checkpointing=False).total - predict(checkpointing=True).total
 

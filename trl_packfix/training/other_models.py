@@ -25,6 +25,8 @@ from ..layout import layout_of
 class _UnpreparedModels:
     """A hook that torch calls before the forward of each module. It raises if an unprepared model gets a pack.
 
+    It also refuses a deep copy that would compute with the weights of the original (`_check_own_weights`).
+
     Args:
         tokens: the tokens of the pack, (1, T).
         num_documents: the number of documents of the pack.
@@ -35,7 +37,7 @@ class _UnpreparedModels:
         self._tokens = tokens
         self._num_documents = num_documents
         self._longest = longest
-        # The unprepared model whose forward began last. It is not one of the models inside another, such as a backbone
+        # The unprepared model whose forward began last. A model inside it, such as its backbone, does not replace it
         self._outermost: PreTrainedModel | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -82,6 +84,7 @@ def _check_own_weights(model: PreTrainedModel) -> None:
     function = vars(model).get("forward")
     while function is not None:  # look into the functions that this function wraps, too
         function = getattr(function, "__func__", function)
+        # The objects whose bound methods are in the closure
         owners = [getattr(cell.cell_contents, "__self__", None) for cell in function.__closure__ or ()]
         if any(isinstance(owner, PreTrainedModel) and owner is not model for owner in owners):
             raise ValueError(

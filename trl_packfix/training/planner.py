@@ -31,7 +31,7 @@ def packing_of(
 
     Args:
         config: the config of the run.
-        cost_model: computes what a document costs.
+        cost_model: computes the FLOPs of a forward on a document.
         world_size: the number of data-parallel ranks.
         settings: fields of `Packing` with other values than the config gives.
     """
@@ -45,8 +45,8 @@ def packing_of(
         "cost_model": cost_model,
         "world_size": world_size,
     } | settings
-    # Then the other fields that the config has. `CONFIG_NAMES` has the name in the config of each field, mostly the
-    # same
+    # Then the other fields that the config has. `CONFIG_NAMES` has the config's name of each field of `Packing`. A
+    # field that the config does not have keeps its default
     for setting in fields(Packing):
         config_name = CONFIG_NAMES[setting.name]
         if setting.name not in settings and hasattr(config, config_name):
@@ -79,7 +79,7 @@ def make_planner(
     Args:
         config: the config of the run. Without its `max_length`, the longest document sets the capacity of packs.
         documents: the documents of the training set.
-        cost_model: computes what a document costs.
+        cost_model: computes the FLOPs of a forward on a document.
         world_size: the number of data-parallel ranks.
         settings: fields of `Packing` with other values than the config gives.
     """

@@ -73,14 +73,14 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
 
 
 def announce_deepspeed_communication(args: TrainingArguments) -> None:
-    """Print a line if DeepSpeed is going to compile its communication for CPUs, as ranks first exchange data."""
+    """Print a line if DeepSpeed is going to compile its communication for CPUs, when ranks first exchange data."""
     uses_deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if uses_deepspeed and not torch.accelerator.is_available():
         _announce_compilation("deepspeed_shm_comm", "communication of ranks on this machine")
 
 
 def announce_deepspeed_offloading(accelerator: Accelerator) -> None:
-    """Print a line if DeepSpeed is going to compile its optimizer for states in CPU memory, as training begins."""
+    """Print a line if DeepSpeed is going to compile its optimizer for states in CPU memory, when training begins."""
     plugin = accelerator.state.deepspeed_plugin
     key = "zero_optimization.offload_optimizer.device"
     if plugin is not None and plugin.hf_ds_config.get_value(key) == "cpu":

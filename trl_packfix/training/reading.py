@@ -52,7 +52,7 @@ class TextReading(TrainerPart):
     # Datasets
 
     def make_reader(self, dataset: Dataset, name: str) -> RowReader:
-        """Return the reader of a table."""
+        """Return the reader of a table. `name` is "train" or "evaluation"; only the reader of images needs it."""
         return TokenReader(dataset)
 
     def can_read(self, dataset: Dataset) -> bool:
@@ -60,7 +60,10 @@ class TextReading(TrainerPart):
         return "input_ids" in dataset.column_names
 
     def stream_rows(self, vocab_size: int | None) -> StreamRows:
-        """Return the object that makes documents of the rows of a stream."""
+        """Return the object that makes documents of the rows of a stream.
+
+        It refuses token ids from `vocab_size` on; None does not check them.
+        """
         return StreamTokens(vocab_size)
 
     def first_stream_row(self, dataset: IterableDataset) -> Any:
@@ -77,7 +80,7 @@ class TextReading(TrainerPart):
     # Batches
 
     def pack_content(self) -> PackContent:
-        """Return what packs hold beside tokens."""
+        """Return the object that adds to a pack what it holds beside tokens: nothing for text."""
         return TEXT_CONTENT
 
     def can_replace(self, collate: Callable[..., Any]) -> bool:
@@ -89,7 +92,7 @@ class TextReading(TrainerPart):
         return PaddedCollator(collate)
 
     def check_padded(self, reader: RowReader) -> None:
-        """Refuse a table that cannot be evaluated in padded batches."""
+        """Raise an error if a table cannot be evaluated in padded batches. Text always can."""
 
     def select_alike_on_ranks(self, documents: list[Any], sum_over_ranks: Callable[[Any], float]) -> list[Any]:
         """Return the documents on which all ranks run the same parts of the model. All ranks must call it.
@@ -106,7 +109,7 @@ class TextReading(TrainerPart):
     # Costs
 
     def document_costs(self, costs: CostModel) -> CostModel:
-        """Return what documents cost, from what their tokens cost: the same for text; images cost more."""
+        """Return the model of what documents cost, from that of their tokens: the same for text; images cost more."""
         return costs
 
     def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor | float:

@@ -87,8 +87,8 @@ class TableSource(Source):
         # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. A
         # turn has the weight and the source of its conversation: `conversations` has the row of each turn, or is None.
         self.row_values = self.row_values.select(self.reader.conversations)
-        # Rows without images were split, and their turns counted, before they were tokenised. The trainer and the
-        # reader, in which the report looks, both get the counts
+        # Rows without images were split, and their turns counted, before they were tokenised. The counts of either are
+        # given to the trainer, and to the reader, from which the report takes them
         self._data.turn_counts = self.reader.turns or self._data.turn_counts
         self.reader.turns = self._data.turn_counts
         with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
@@ -120,7 +120,8 @@ class TableSource(Source):
             # The report of many documents takes as much memory as their plan, so only one rank makes it
             reports: list[Any] = [None]
             if self.args.process_index == 0:
-                # The report says by how much TRL's divisor of the loss differs if TRL counts the first labels of rows
+                # No token predicts the first label of a row. If TRL counts it, its divisor of the loss is too large,
+                # and the report says by how much
                 reports[0] = make_report(
                     planner, self.reader, trl_counts_first_labels=self._data.trl_counts_first_labels
                 )
@@ -182,7 +183,7 @@ class TableSource(Source):
         # fixes the steps, and the epochs follow; or the epochs fix the steps
         epochs, *values_between, max_steps = values
         if self.args.max_steps > 0:
-            # `position` returns the epoch of the next step, here of the last step of the run
+            # The epoch, from 0, of the last step of the run: `position(n)` returns the epoch of the step after n steps
             last_epoch, _ = planner.position(max_steps - 1)
             return last_epoch + 1, *values_between, max_steps
         num_steps = planner.total_steps(self.args.num_train_epochs)
@@ -356,8 +357,8 @@ def continue_planner(
             f"{micro_batches_per_step} again"
         )
     else:
-        # Nothing changed, or only fields of features that do not change which documents a step has. So another version
-        # of this package has planned the steps
+        # The hashes differ, though nothing changed, or only fields of features that leave each document a unit. So
+        # another version of this package has planned the steps, and the message names the versions
         changed = {"trl_packfix": (state["trl_packfix"], __version__)}
         remedy = "Install the version that began the run"
     raise ValueError(

@@ -50,8 +50,8 @@ class UserCode(TrainerPart):
         self._package_class = package_class
         self._dummy_loss = dummy_loss
         self._num_filled = 0  # number of micro-batches of the current step with a trained token
-        # The result of `methods` before `without_dummies` replaced `training_step`, which would count as the user's;
-        # else None
+        # In `without_dummies`, the result of `methods` from before, because `training_step` is replaced there and would
+        # count as the user's; else None
         self._methods_in_training: list[str] | None = None
 
     @property
@@ -117,7 +117,8 @@ class UserCode(TrainerPart):
         if has_trained_tokens(inputs):
             # transformers divides a loss by this number if it is a mean over a micro-batch. Dummies must not count.
             trainer.current_gradient_accumulation_steps = self._num_filled
-            inputs["use_cache"] = False  # the user may call other models with these inputs
+            # The user may call other prepared models with these inputs, and they refuse a pack with a cache
+            inputs["use_cache"] = False
             with self.other_models_checked(inputs):
                 return self._users_step(model, inputs, num_items_in_batch)
         # Second case: a dummy, which runs the step of this package. The step calls `trainer.compute_loss`, which
@@ -184,7 +185,7 @@ def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, f
         The most and the fewest trained tokens of a micro-batch that is not a dummy; and the largest difference of the
         weight of a token between the two means, relative to its weight in the mean over the step.
     """
-    # The trained tokens of each micro-batch: a row for each optimizer step, with all its micro-batches on all ranks
+    # The trained tokens of each slot, a micro-batch of one rank: a row for each optimizer step, with all its slots
     slot_tokens = schedule.slot_sums(trained).reshape(schedule.num_steps, -1)
     is_filled = slot_tokens > 0
     num_filled = np.maximum(is_filled.sum(axis=1, keepdims=True), 1)
