@@ -145,7 +145,7 @@ def trl_random(lengths: np.ndarray, capacity: int, accumulation: int, world_size
         packed = trl.data_utils._pack_bfd(one_byte_tokens(lengths[start : start + 1000]), capacity)
         sizes = packed["seq_lengths"].combine_chunks()
         starts = sizes.offsets.to_numpy()[:-1]
-        documents = sizes.values.to_numpy()
+        documents = sizes.values.to_numpy().astype(np.int64)  # FLOPs exceed TRL's int32
         costs += np.add.reduceat(LLAMA_7B(documents), starts).tolist()
         full += (np.add.reduceat(documents, starts) / capacity).tolist()
     order = np.random.default_rng(0).permutation(len(costs))
