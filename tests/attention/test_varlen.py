@@ -333,7 +333,8 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
         packed = PackedModel(model, torch.bfloat16, "cuda", 64)
     with StrictVarlen() as calls:
         report = packed.prove(model)
-    assert packed.is_proved and not packed.repaired, report.summary()
+    assert packed.is_proved, report.summary()
+    assert not packed.repaired, report.summary()
     assert report.max_gradient == 0, report.summary()
     assert packed.attention.name == varlen.ATTENTION_NAME
     assert packed.attention.is_flash is installed

@@ -53,7 +53,7 @@ def test_the_file_for_accelerate_is_accepted():
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {FOR_ACCELERATE}))
 def test_a_recipe_is_accepted(name, tmp_path, printed):
-    """Both `train` and `plan` must accept it, on a machine without the GPUs that it names, too."""
+    """It is accepted by `train` and by `plan`, on a machine without the GPUs that it names, too."""
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
     script, args, model, *_ = parse_configs(["--config", str(file), *CPU])

@@ -348,7 +348,7 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
 
 
 def test_one_dataset_is_the_table_that_plan_reads(workplace, monkeypatch):
-    """Both commands cache tokens of a table once, because its fingerprint does not differ."""
+    """The fingerprint is the same, so `plan` and `train` find the tokens that the other one has cached."""
     monkeypatch.chdir(workplace)
     for name in ("one.jsonl", "three"):
         (table,) = load_documents(TrainArguments(dataset_name=name)).values()

@@ -15,7 +15,8 @@ def test_collator_flattens_documents_and_pads_with_one_document(lengths, multipl
     documents = [{"input_ids": ids, "labels": ids} for ids in np.split(np.arange(total) + 1, np.cumsum(lengths)[:-1])]
     batch = PackedDataCollator(pad_to_multiple_of=multiple, pad_token_id=0)(documents)
     padding = -total % (multiple or 1)
-    lengths = lengths + [padding] * (padding > 0)  # padding is one final document
+    if padding:
+        lengths = [*lengths, padding]  # padding is one final document
     tokens = [*range(1, total + 1)] + [0] * padding
     positions = [place for length in lengths for place in range(length)]
     bounds = [0, *np.cumsum(lengths).tolist()]

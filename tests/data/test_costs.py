@@ -83,7 +83,8 @@ NEW_TYPES = ("laguna", "glm_moe_dsa", "minimax_m3_vl_text", "gemma4_text")
 )
 def test_tokens_and_pairs_cost_what_torch_counts(name):
     config = AutoConfig.for_model(name.split(",")[0], **SIZE | MODELS[name])
-    short, long = counted(config, 32), counted(config, 64)
+    short = counted(config, 32)
+    long = counted(config, 64)
     # eager attention computes all n * n pairs of every layer, those that a mask hides too
     per_pair = (long - 2 * short) / (64**2 - 2 * 32**2)
     per_token = (short - per_pair * 32**2) / 32

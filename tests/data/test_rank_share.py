@@ -31,17 +31,17 @@ def documents(lengths, prompt):
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.sampled_from([2, 4, 8]), st.integers(0, 3))
 def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders(lengths, degree, prompt):
     pack = PackedDataCollator(pad_to_multiple_of=degree)(list(documents(lengths, prompt)))
-    parts = [cut_part(pack, Group(degree, index)) for index in range(degree)]
+    rank_batches = [cut_part(pack, Group(degree, index)) for index in range(degree)]
     num_tokens = pack["input_ids"].shape[1]
     for name in PER_TOKEN:
-        assert all(part[name].shape == (1, num_tokens // degree) for part in parts)
-        assert torch.equal(torch.cat([part[name] for part in parts], 1), pack[name])
-    following = torch.cat([part["shift_labels"] for part in parts], 1)
+        assert all(rank_batch[name].shape == (1, num_tokens // degree) for rank_batch in rank_batches)
+        assert torch.equal(torch.cat([rank_batch[name] for rank_batch in rank_batches], 1), pack[name])
+    following = torch.cat([rank_batch["shift_labels"] for rank_batch in rank_batches], 1)
     assert torch.equal(following[:, :-1], pack["labels"][:, 1:])
     assert following[0, -1] == IGNORE_INDEX
-    assert all(part["cu_seq_lens_q"] is pack["cu_seq_lens_q"] for part in parts)
+    assert all(rank_batch["cu_seq_lens_q"] is pack["cu_seq_lens_q"] for rank_batch in rank_batches)
 
-    assert all(part[LAYOUT_KEY].num_tokens == num_tokens for part in parts)
+    assert all(rank_batch[LAYOUT_KEY].num_tokens == num_tokens for rank_batch in rank_batches)
 
 
 def test_the_checksum_is_that_of_the_whole_pack():
@@ -81,9 +81,9 @@ def test_rows_are_padded_for_the_ranks_that_share_them(setting, multiple, degree
     assert num_rows % degree == 0
     assert num_rows % (multiple or 1) == 0
     assert collate(documents_of_pack)["input_ids"].shape[1] < num_rows
-    parts = [collate(RankShare(documents_of_pack, Group(degree, index))) for index in range(degree)]
+    rank_batches = [collate(RankShare(documents_of_pack, Group(degree, index))) for index in range(degree)]
     for name in ("input_ids", "position_ids", "seq_idx"):
-        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), pack[name])
-    for part in parts:
-        assert torch.equal(part["cu_seq_lens_k"], pack["cu_seq_lens_k"])
-        assert part["layout"].shares_rows is (setting == "pack")
+        assert torch.equal(torch.cat([rank_batch[name] for rank_batch in rank_batches], dim=1), pack[name])
+    for rank_batch in rank_batches:
+        assert torch.equal(rank_batch["cu_seq_lens_k"], pack["cu_seq_lens_k"])
+        assert rank_batch["layout"].shares_rows is (setting == "pack")

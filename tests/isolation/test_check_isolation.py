@@ -274,11 +274,11 @@ def test_a_document_far_from_the_start_is_judged_like_the_others(traced, gap, re
     """Where documents before it move it, it is a leak; where they do not, it is another error of distance."""
 
     def packed(pack, i):
-        is_far = sum(map(len, pack)) == 611
-        if not leaks or gap == ROUNDING:
-            return gap * is_far
-        far_packs.extend([pack] * is_far)
-        return gap * (is_far and pack is far_packs[0])
+        if sum(map(len, pack)) != 611:
+            return 0.0
+        far_packs.append(pack)
+        is_changed = not leaks or gap == ROUNDING or pack is far_packs[0]
+        return gap if is_changed else 0.0
 
     far_packs = []
     report, pair = judge_probe(ScriptedProbe(packed), 600, farthest=600)

@@ -109,7 +109,7 @@ def test_a_long_document_does_not_run_on_eager(monkeypatch):
 
 @pytest.mark.parametrize("is_recalled", [False, True])
 def test_attention_that_is_set_after_a_proof_is_set_back_in_packs(is_recalled):
-    """A proof that was remembered from an earlier start counts like a proof of this start."""
+    """This holds after a proof of this start, and after a proof that was remembered from an earlier start."""
     model = build_tiny_model("llama")
     packed_model, report = proved(model)
     if is_recalled:

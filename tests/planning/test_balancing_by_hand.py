@@ -233,7 +233,7 @@ def test_two_slots_divide_their_documents_as_a_plain_search_does():
 
 @pytest.mark.parametrize("num_useless, succeeds", [(0, True), (15, True), (16, False)])
 def test_sixteen_partners_are_tried_for_a_slot_above_its_capacity(num_useless, succeeds):
-    """Both 5 + 5 tokens exceed 9. A partner with 8 tokens in one document cannot help, one with 4 + 4 can."""
+    """The slot has 5 + 5 tokens, above 9. A partner with 8 tokens in one document cannot help, one with 4 + 4 can."""
     lengths = [5, 5, 4, 4] + [8] * num_useless
     documents = [[0, 1], *([4 + i] for i in range(num_useless)), [2, 3]]
     slots = slots_of(documents, 9, lengths)

@@ -535,7 +535,7 @@ def row_losses(documents, loss_type, smoothing, fused_head_is_exact):
 @pytest.mark.parametrize("loss_type, smoothing", [("nll", 0.0), ("nll", 0.1), ("dft", 0.0)])
 @pytest.mark.parametrize("fused_head_is_exact", [True, False])
 def test_a_row_has_the_loss_of_its_trained_tokens(documents, loss_type, smoothing, fused_head_is_exact):
-    """By the head that computes the loss of a pack: with smoothed labels that is always the model's own."""
+    """The head that computes the loss of a pack computes it, too: with smoothed labels always the model's own."""
     logits, labels, losses = row_losses(documents, loss_type, smoothing, fused_head_is_exact)
     if not fused_head_is_exact and not smoothing:
         logits = logits / 2

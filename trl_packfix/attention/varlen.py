@@ -427,8 +427,7 @@ def _pack_of(
     # 2. The running forward, if the arguments repeat its boundaries, and it has more than they have: the planned
     #    launches of a flash kernel, or lengths that other kernels need on the host. Otherwise the arguments are better:
     #    torch.compile would take the numbers in `running` for constants of its graph, but not the arguments.
-    has_more = running is not None and (running.launches or not stays_on_device)
-    if has_more and running is not None and bounds is running.cu_seq_lens_q:
+    if running is not None and (running.launches or not stays_on_device) and bounds is running.cu_seq_lens_q:
         return running
     # 3. The positions, in the case that the module's docstring describes. Here the host has to wait for the device.
     if bounds is None:

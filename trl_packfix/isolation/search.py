@@ -134,11 +134,13 @@ class RepairSearch:
         for restarted in self._restarted:
             key = (type(restarted.module).__name__, str(restarted))
             restarted_names.setdefault(key, []).append(restarted.shifted.name)
-        names_by_repair = [
-            *restarted_names.items(),
-            *(((kind.__name__, str(site.mode)), site.names) for kind, site in self._repaired_classes.items()),
+        repairs = [
+            Repair(class_name, names[0], len(names), repair) for (class_name, repair), names in restarted_names.items()
         ]
-        return [Repair(class_name, names[0], len(names), way) for (class_name, way), names in names_by_repair]
+        for module_class, repaired in self._repaired_classes.items():
+            names = repaired.names
+            repairs.append(Repair(module_class.__name__, names[0], len(names), str(repaired.mode)))
+        return repairs
 
     def _masks_are_boundaries(self) -> bool:
         """Return whether the model raises on a pack because of a mask that may only hide keys, as boundaries do."""

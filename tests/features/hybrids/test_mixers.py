@@ -109,11 +109,13 @@ def test_names_are_replaced_while_a_pack_runs_only():
 
 def test_two_threads_run_packs_at_once():
     """After the first pack has put its functions back, the second pack still separates its documents."""
-    first, second = packing_model(), packing_model(seed=1)
+    first = packing_model()
+    second = packing_model(seed=1)
     before = functions(first)
-    packs = pack(5, 4), pack(3, 7)
+    packs = [pack(5, 4), pack(3, 7)]
     logits_alone = [model(**batch).logits for model, batch in zip((first, second), packs, strict=True)]
-    first_begun, second_begun = threading.Event(), threading.Event()
+    first_begun = threading.Event()
+    second_begun = threading.Event()
     logits = []
     thread = threading.Thread(target=lambda: logits.append(first(**packs[0]).logits))
 

@@ -46,7 +46,9 @@ def rows(files, form, *, plain=False):
     """Return conversations with an image each, the last without."""
     table = []
     for i, path in enumerate(files):
-        content = [form(path)] * (i < NUM - 1) + [{"type": "text", "text": f"what {i}?"}]
+        content = [{"type": "text", "text": f"what {i}?"}]
+        if i < NUM - 1:
+            content.insert(0, form(path))
         messages = [user(content), answer([{"type": "text", "text": "red" * i}])]
         table.append({"messages": [answer("I see"), *messages] if plain else messages})
     return table

@@ -323,7 +323,7 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
 
 
 def test_labels_of_a_row_that_the_dataset_leaves_out_are_not_read():
-    """The row in the middle has fewer labels than tokens, so labels behind it lie elsewhere than tokens."""
+    """It has fewer labels than tokens, so the labels of the rows behind it begin elsewhere than their tokens."""
     table = Dataset.from_dict(
         {"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8], [9]], "labels": [[1, 2, 3], [4], [6, 0, 8], [9]]}
     )

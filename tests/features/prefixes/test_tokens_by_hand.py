@@ -38,9 +38,11 @@ class Images(Tokens):
 
 def sorted_by_tokens(reader, starts=None, *selection):
     """Return the order of documents that end with their rows, and the common tokens of neighbours."""
-    stop = np.array([len(row) for row in reader.rows])
-    start = np.array(starts or [0] * len(stop))
-    tokens = token_order(reader, Documents(np.arange(len(stop)), start, stop, stop, Ledger()), *selection)
+    stop_token = np.array([len(row) for row in reader.rows])
+    first_token = np.array(starts or [0] * len(stop_token))
+    tokens = token_order(
+        reader, Documents(np.arange(len(stop_token)), first_token, stop_token, stop_token, Ledger()), *selection
+    )
     return tokens.order.tolist(), tokens.common.tolist()
 
 
