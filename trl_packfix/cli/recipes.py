@@ -71,13 +71,15 @@ def similar_recipes(text: str) -> list[str]:
     for name, title in recipe_titles().items():
         model = yaml.safe_load(_read_file(name)).get("model_name_or_path", "")
         words_of_recipe = re.findall(WORD, f"{name} {title} {model}".lower())
-        if all(
-            any(word in recipe_word for recipe_word in words_of_recipe)  # a word, or a part of one
-            or get_close_matches(word, words_of_recipe, cutoff=0.8)
-            for word in words
-        ):
+        if all(_is_similar(word, words_of_recipe) for word in words):
             names.append(name)
     return names
+
+
+def _is_similar(word: str, known_words: list[str]) -> bool:
+    """Return whether a word is, or is like, one of the known words or a part of it."""
+    is_part = any(word in known_word for known_word in known_words)
+    return is_part or bool(get_close_matches(word, known_words, cutoff=0.8))
 
 
 def read_recipe(name: str) -> str:
