@@ -177,3 +177,48 @@ def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_
     assert verdict["verdict"] == "repaired"
     assert "BloomAttention" in verdict["repaired"][0]
     assert verdict["in_training"]["equal"]
+
+
+@needs("prefixes")
+def test_packs_with_shared_prefixes_are_tested(saved, printed):
+    verdict = printed("check", saved / "llama", "--share-prefixes", "pack")
+    assert verdict["verdict"] == "isolated"
+    assert verdict["right"]
+    assert verdict["settings"] == {"share_prefixes": "documents with a common prefix are what they are alone"}
+
+
+@needs("prefixes")
+def test_a_fault_of_shared_prefixes_is_found(saved, printed, monkeypatch):
+    """Documents get the positions of another place in the pack, but only in packs with shared prefixes."""
+    from trl_packfix.features.prefixes import probe
+
+    class MovedCollator(probe.PrefixCollator):
+        def __call__(self, documents):
+            batch = super().__call__(documents)
+            positions = torch.arange(batch["input_ids"].shape[1])[None]
+            return batch | {"position_ids": positions}
+
+    monkeypatch.setattr(probe, "PrefixCollator", MovedCollator)
+    verdict = printed("check", saved / "llama", "--share-prefixes", "pack", "--on-leak", "raise", code=1)
+    assert verdict["verdict"] == "isolated"
+    assert not verdict["right"]
+    assert "training refuses: `share_prefixes='pack'` was given" in verdict["settings"]["share_prefixes"]
+
+
+@needs("prefixes")
+@pytest.mark.parametrize(("setting", "code"), [("pack", 0), ("family", 1)])
+def test_a_repaired_model_does_not_share_prefixes(saved, printed, setting, code):
+    """With "pack" documents are then packed whole. Families are planned together, so training refuses them."""
+    verdict = printed("check", saved / "bloom", "--share-prefixes", setting, code=code)
+    assert verdict["verdict"] == "repaired"
+    assert verdict["right"] == (code == 0)
+    assert "these modules are repaired: 2 BloomAttention" in verdict["settings"]["share_prefixes"]
+    assert verdict["refused_settings"] == ["share_prefixes"] * code
+
+
+@pytest.mark.parametrize(("model", "code"), [("llama", 0), ("bloom", 1)])
+def test_it_is_said_whether_ranks_can_share_packs_of_the_model(saved, printed, model, code):
+    verdict = printed("check", saved / model, "--tokens-per-rank", 512, code=code)
+    finding = "training refuses packs that ranks share" if code else "not tested: packs that ranks share"
+    assert verdict["settings"]["tokens_per_rank"].startswith(finding)
+    assert verdict["refused_settings"] == ["tokens_per_rank"] * code

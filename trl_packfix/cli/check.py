@@ -21,10 +21,11 @@ EXAMPLES = """\
       --assistant-only-loss
 
 The flags that matter are `max_length` (the longest document of the run; 1,024 by default), `dtype` (by default bfloat16
-on CUDA, else float32), `attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code`. The line
-`attention` names the tested attention: that of `--attn_implementation`, or without this flag the one that training
-would choose. Exit code 0 if packed training with it is correct, repaired or not; 1 if it is not; 2 if the model could
-not be tested.
+on CUDA, else float32), `attn_implementation`, `enforce_flash_attention`, `on_leak`, `share_prefixes`, `tokens_per_rank`
+and `trust_remote_code`. The line `attention` names the tested attention: that of `--attn_implementation`, or without
+this flag the one that training would choose. Packs that ranks share (`tokens_per_rank`) are not tested, because ranks
+are needed for it. Exit code 0 if packed training with it is correct, repaired or not; 1 if it is not, or if training
+refuses one of these settings on this model; 2 if the model could not be tested.
 
 The verdict is one of isolated (documents in packs do not influence each other), repaired (they do not, after a repair),
 unpacked (documents train as padded rows), leaks (they influence each other), wrong (a document differs from itself
@@ -62,6 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check the model and print the result. Return 0 if training on packs is correct, else 1."""
+    from ..feature import features_of
     from ..reporting.report import show_lines
     from .check_model import check_model
     from .configs import read_run
@@ -89,12 +91,14 @@ def run_check(args: argparse.Namespace) -> int:
         enforce_flash_attention=enforced,
         on_leak=configs.training.on_leak,
         trust_remote_code=configs.training.trust_remote_code,
+        feature=features_of(configs.training),
+        shares_packs=configs.training.tokens_per_rank is not None,
     )
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         show_lines("Isolation check", [*result.lines()])
-    return 0 if result.in_training.passed else 1  # the test of what training runs, perhaps repaired or unpacked
+    return 0 if result.is_right else 1
 
 
 def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_json: bool) -> int:

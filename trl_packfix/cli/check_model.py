@@ -27,7 +27,8 @@ from trl.trainer.utils import create_model_from_path
 from ..attention.mixer_support import mixer_support
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
-from ..isolation.isolation_report import IsolationReport
+from ..feature import PLAIN, Feature
+from ..isolation.isolation_report import IsolationReport, PackingLeakError
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..isolation.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
 from ..reporting.numbers import finite
@@ -49,6 +50,8 @@ class CheckResult:
         in_training: the report on what training runs: `as_it_is`, or a report after what `on_leak` did.
         is_unpacked: whether training runs padded rows in place of packs.
         repaired: a text for each repaired module.
+        settings: for each of `share_prefixes` and `tokens_per_rank` that is set, what is found about such packs.
+        refused_settings: those of `settings` with which training on this model is refused.
         implementations: for each attention implementation why it is not available, from `attention_obstacles`.
         missing_packages: packages for the kernels of recurrent mixers that are not installed; None without mixers.
         seconds: how long the check took.
@@ -66,9 +69,16 @@ class CheckResult:
     in_training: IsolationReport
     is_unpacked: bool
     repaired: list[str]
+    settings: dict[str, str]
+    refused_settings: list[str]
     implementations: dict[str, str]
     missing_packages: list[str] | None
     seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether training runs and is correct: on what `verdict` says, and with all settings of packs."""
+        return self.in_training.passed and not self.refused_settings
 
     @property
     def verdict(self) -> str:
@@ -89,7 +99,7 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values, with None for infinity and NaN; "right" tells if training is correct."""
-        return finite(asdict(self) | {"verdict": self.verdict, "right": self.in_training.passed})
+        return finite(asdict(self) | {"verdict": self.verdict, "right": self.is_right})
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the lines to print, as pairs of a label and a text."""
@@ -112,6 +122,7 @@ class CheckResult:
         if before.unreachable:  # settings of the model, such as its window, with an effect only in longer documents
             thresholds = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
             yield "not tested", f"beyond max_length {self.max_length:,}: {thresholds}"
+        yield from self.settings.items()
         yield "attention", f"{self.attention}: {self.reason}"
         if self.attention_of_training is not None:
             text = f"runs {self.attention_of_training} in its place, unless you set enforce_flash_attention=False"
@@ -137,6 +148,8 @@ def check_model(
     enforce_flash_attention: bool | None = None,
     on_leak: OnLeak = "repair",
     trust_remote_code: bool = False,
+    feature: Feature = PLAIN,
+    shares_packs: bool = False,
 ) -> CheckResult:
     """Load a model as TRL does, and test it as the trainer does before training.
 
@@ -148,6 +161,8 @@ def check_model(
         attn_implementation: the attention that is tested; None: the attention that training would choose.
         enforce_flash_attention: as in training; None: False if `attn_implementation` is given, else True.
         on_leak: what to do if the model leaks.
+        feature: the feature of packs in training, such as shared prefixes. Packs with it are tested, too.
+        shares_packs: whether ranks share packs in training. This process alone cannot test such packs.
 
     Raises:
         ValueError: the model cannot be loaded.
@@ -169,7 +184,9 @@ def check_model(
         create: Any = create_model_from_path  # mypy would match `**trust` with `architecture`
         model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
-    make_packed_model = partial(PackedModel, model, torch_dtype, device.type, max_length)
+    make_packed_model = partial(
+        PackedModel, model, torch_dtype, device.type, max_length, shares_packs=shares_packs, feature=feature
+    )
     attention_of_training = None
     if enforce_flash_attention is None:
         enforce_flash_attention = attn_implementation is None
@@ -189,6 +206,10 @@ def check_model(
         packed.restore_own_attention()
         packed = make_packed_model(on_leak=on_leak, enforce_flash_attention=enforce_flash_attention)
         in_training = packed.prove(model)
+    settings: dict[str, str] = {}
+    refused_settings: list[str] = []
+    if in_training.passed:
+        settings, refused_settings = _check_settings(packed, model, shares_packs)
     base = base_model(model)
     return CheckResult(
         model=name,
@@ -203,10 +224,43 @@ def check_model(
         in_training=in_training,
         is_unpacked=packed.is_unpacked,
         repaired=[str(repair) for repair in packed.repaired],
+        settings=settings,
+        refused_settings=refused_settings,
         implementations=attention_obstacles(base),
         missing_packages=mixer_support().missing_packages(base),  # mixers: recurrent layers, such as Mamba's
         seconds=time.perf_counter() - start_time,
     )
+
+
+def _check_settings(
+    packed: PackedModel, model: PreTrainedModel, shares_packs: bool
+) -> tuple[dict[str, str], list[str]]:
+    """Check settings with which packs hold more than whole documents on one rank. Plain packs must have passed.
+
+    Returns:
+        `settings` and `refused_settings` of `CheckResult`.
+    """
+    findings = {}
+    refused = []
+    if packed.feature.is_on:
+        name = next(iter(packed.feature.settings))
+        findings[name] = "documents with a common prefix are what they are alone"
+        reason = packed.prove_feature(model)
+        if reason is not None:
+            findings[name] = f"documents are packed whole: {reason}"
+            try:
+                packed.feature.refuse_model(reason, packed.on_leak)
+            except PackingLeakError as error:
+                findings[name] = f"training refuses: {error}"
+                refused.append(name)
+    if shares_packs:
+        name = "tokens_per_rank"
+        findings[name] = "not tested: packs that ranks share. The trainer tests them on its ranks before the first step"
+        reason = packed.reason_against_sharing()
+        if reason is not None:
+            findings[name] = f"training refuses packs that ranks share: {reason}"
+            refused.append(name)
+    return findings, refused
 
 
 def attention_obstacles(model: PreTrainedModel) -> dict[str, str]:

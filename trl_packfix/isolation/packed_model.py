@@ -337,7 +337,7 @@ class PackedModel:
         """
         if degree in self._proved_degrees:
             return self._proved_degrees[degree]
-        reason = self._reason_against_sharing()
+        reason = self.reason_against_sharing()
         if reason is not None:
             raise PackingLeakError(
                 f"A pack was to be shared by {degree} ranks, and {reason}. Only attention and mixers exchange tokens "
@@ -365,7 +365,7 @@ class PackedModel:
             Why packs cannot have the feature, or None if they can.
         """
         assert self.feature.is_on, "packs have no feature, so a proof would say nothing of one"
-        reason = self._reason_against_sharing()
+        reason = self.reason_against_sharing()
         # Attention that looks up shared keys cannot drop weights. The probe, which runs without dropout, would not
         # fail.
         rates = dropped_weights(text_config(self._inner))
@@ -380,7 +380,7 @@ class PackedModel:
         self.feature_is_proved = reason is None
         return reason
 
-    def _reason_against_sharing(self) -> str | None:
+    def reason_against_sharing(self) -> str | None:
         """Return why neither ranks can share packs of this model nor documents share rows; None if they can."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
