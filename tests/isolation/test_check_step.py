@@ -45,6 +45,29 @@ def test_a_right_loop_holds():
     assert {law.name for law in report_of(has_reference=False).laws} == LAWS.keys() - {"scale"}
 
 
+def test_the_page_counts_our_own_loops():
+    page = (ROOT / "docs" / "check_step.md").read_text()
+    assert len(loops.OURS) == 9
+    assert "nine of our own" in page
+
+
+def test_the_gradients_of_the_last_step_remain():
+    """They are neither removed nor added to those of earlier steps."""
+    model, step, collate, _ = loops.make()
+    steps = []
+
+    def recorded_step(micro_batches):
+        steps.append(micro_batches)
+        step(micro_batches)
+
+    check_step(recorded_step, collate, loops.documents(), model)
+    remaining = gradient_products([*model.parameters()])
+    model.zero_grad()
+    step(steps[-1])
+    assert len(steps) > 10
+    assert largest_gap(remaining, gradient_products([*model.parameters()])) < 1e-5
+
+
 def test_the_page_has_a_row_for_each_law():
     page = (ROOT / "docs" / "check_step.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*LAWS]

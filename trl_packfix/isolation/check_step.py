@@ -16,8 +16,7 @@ every loop:
 
 The user's step and documents come into `check_step`, and a `StepReport` goes out. The module uses nothing else of this
 package but `gradients.py`. There the products of a gradient with a few random vectors stand for the gradient, so no
-copy
-of it is needed: different gradients have equal products only by an unlikely chance. Laws compare sums of *summed
+copy of it is needed: different gradients have equal products only by an unlikely chance. Laws compare sums of *summed
 gradients* (the gradient of a step times its number of trained tokens), and products can be summed in their place.
 
 Words: a *trained token* is one whose label is not -100. A *pack* is the list of documents in one micro-batch, and the
