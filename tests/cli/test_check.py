@@ -188,24 +188,6 @@ def test_packs_with_shared_prefixes_are_tested(saved, printed):
 
 
 @needs("prefixes")
-def test_a_fault_of_shared_prefixes_is_found(saved, printed, monkeypatch):
-    """Documents get the positions of another place in the pack, but only in packs with shared prefixes."""
-    from trl_packfix.features.prefixes import probe
-
-    class MovedCollator(probe.PrefixCollator):
-        def __call__(self, documents):
-            batch = super().__call__(documents)
-            positions = torch.arange(batch["input_ids"].shape[1])[None]
-            return batch | {"position_ids": positions}
-
-    monkeypatch.setattr(probe, "PrefixCollator", MovedCollator)
-    verdict = printed("check", saved / "llama", "--share-prefixes", "pack", "--on-leak", "raise", code=1)
-    assert verdict["verdict"] == "isolated"
-    assert not verdict["right"]
-    assert "training refuses: `share_prefixes='pack'` was given" in verdict["settings"]["share_prefixes"]
-
-
-@needs("prefixes")
 @pytest.mark.parametrize(("setting", "code"), [("pack", 0), ("family", 1)])
 def test_a_repaired_model_does_not_share_prefixes(saved, printed, setting, code):
     """With "pack" documents are then packed whole. Families are planned together, so training refuses them."""

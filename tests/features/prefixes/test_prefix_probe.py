@@ -79,6 +79,22 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     assert packed.prove_feature(model).startswith("where documents share prefixes, ")
 
 
+def test_the_command_check_sees_a_fault(tmp_path, printed, monkeypatch):
+    """Documents get the positions of another place in the pack, but only in packs with shared prefixes."""
+
+    class MovedCollator(PrefixCollator):
+        def __call__(self, documents):
+            batch = super().__call__(documents)
+            return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+    build_tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(prefix_probe, "PrefixCollator", MovedCollator)
+    verdict = printed("check", tmp_path, "--share-prefixes", "pack", "--on-leak", "raise", code=1)
+    assert verdict["verdict"] == "isolated"
+    assert not verdict["right"]
+    assert "training refuses: `share_prefixes='pack'` was given" in verdict["settings"]["share_prefixes"]
+
+
 def test_the_probe_sees_keys_without_a_gradient():
     """States are right, but no gradient reaches the shared tokens: only the comparison of gradients shows it."""
     model = build_tiny_model("llama")
