@@ -39,7 +39,7 @@ class Feature:
     work of these hooks (`training/reading.py`).
     """
 
-    is_on = False
+    is_on = False  # whether documents may share rows; attention then looks up keys, which only `packfix_varlen` can
     has_towers = False  # whether packs have inputs for vision towers, parts of the model that read no text
     regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
     # Parts of messages
@@ -48,8 +48,8 @@ class Feature:
     off_text: ClassVar[str] = ""  # the setting that switches the feature off, in backticks
     copies_text: ClassVar[str] = ""  # what takes `copied_bytes`: "copied keys of shared prefixes"
     copied_bytes: int = 0  # the most bytes that attention on a device copies for the feature
-    settings: Mapping[str, Any] = MappingProxyType({})  # the fields of `Packing` that switch it on, with their values
-    needs_lookup: bool = False  # whether attention looks up shared keys, which only `packfix_varlen` can
+    # The fields of `Packing` that belong to features, with their values in this run
+    settings: Mapping[str, Any] = MappingProxyType({name: field.off for name, field in FIELDS.items()})
 
     @property
     def plain(self) -> "Feature":
@@ -101,10 +101,6 @@ class Feature:
         """Return the report's section on the feature in the first epoch, without reading a token, or None."""
         return None
 
-    def estimate(self, planner: Any, reader: Any) -> Any:
-        """Return the section for `trl-packfix plan`, also of a feature that is off. Tokens may be read for it."""
-        return self.report_section(planner)
-
 
 PLAIN = Feature()  # a run without features
 
@@ -129,14 +125,15 @@ def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
     feature = plain
     for name, field in FIELDS.items():
         value = getattr(settings, name)
+        if value == field.off:
+            continue
         folder = find_folder(field.feature)
-        if folder is not None:
-            feature = folder.FEATURE(value, feature)  # also for the value "off": its hooks then change nothing
-        elif value != field.off:
+        if folder is None:
             raise ValueError(
                 f"`{name}={value!r}` was given, and this installation of trl_packfix is without its folder "
                 f"`features/{field.feature}`, which does it. Set `{name}={field.off!r}`, or install trl_packfix anew."
             )
+        feature = folder.FEATURE(value, feature)
     return feature
 
 

@@ -27,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..data.reader import RowReader
+from ..feature import find_folder
 from ..planning.costs import CostModel
 from ..planning.parallel import possible_degrees
 from ..planning.units import Balance, Synchronisation
@@ -126,13 +127,15 @@ def make_forecasts(
         for world_size in world_sizes:
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
             report = make_report(planner, reader, with_packs=False)
-            # `estimate` reads all tokens, to find documents that begin alike. So `make_report` leaves it to this
-            # command
-            report = replace(report, prefixes=planner.packing.feature.estimate(planner, reader))
+            # The estimate is also made of a run that shares no prefixes, and reads tokens to find documents that begin
+            # alike. So `make_report` leaves it to this command
+            folder = find_folder("prefixes")
+            if folder is not None:
+                report = replace(report, prefixes=folder.estimate_savings(planner, reader))
             costs = cost_model(documents.lengths) + planner.image_costs
             # With `share_prefixes`, common prefixes are computed once. `flops` is the share of the FLOPs that remains
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
-            assert computed_share is not None, "`estimate` computes the share"
+            assert computed_share is not None, "`estimate_savings` computes the share"
             assert report.imbalance is not None, "the imbalance of a table is known"
             # Like the imbalance, this counts only documents that the epoch reaches.
             trained_documents = planner.schedule(0).order

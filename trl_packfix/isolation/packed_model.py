@@ -104,7 +104,7 @@ class PackedModel:
         self._needs_varlen: str | None = None  # why only `packfix_varlen` can be used
         if shares_packs:
             self._needs_varlen = EXCHANGES
-        elif feature.needs_lookup:
+        elif feature.is_on:
             self._needs_varlen = LOOKS_UP
         self.feature = feature
         # `TowerSupport` itself leaves towers as they are

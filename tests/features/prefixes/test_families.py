@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.features import sharing
 from support.planners import make_epochs, of_units
 from support.prefixes import forest
 from support.runs import build_trainer, logged
@@ -31,7 +32,6 @@ from trl_packfix.features.prefixes.families import (
     shared_by_neighbours,
     sort_by_tokens,
 )
-from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.features.prefixes.tokens import token_order
 from trl_packfix.layout import LAYOUT_KEY
 from trl_packfix.planning import arrays
@@ -347,7 +347,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
 
     def start(share_prefixes="family"):
         reader = TokenReader(load_from_disk(tmp_path))
-        documents = cached_documents(reader, 256, feature=PrefixSharing(share_prefixes))
+        documents = cached_documents(reader, 256, feature=sharing(share_prefixes))
         size = {"batch_size": 2, "max_length": 256, "accumulation": 2, "world_size": 2} | parts
         plan = make_epochs(documents, "stream", **size, share_prefixes=share_prefixes)
         return plan, plan.schedule(0), make_report(plan, reader).prefixes
@@ -366,7 +366,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
     assert again.cache_file("schedule", 0).exists()
     assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
-        cached_documents(TokenReader(load_from_disk(tmp_path)), 200, feature=PrefixSharing("family"))  # not cached yet
+        cached_documents(TokenReader(load_from_disk(tmp_path)), 200, feature=sharing("family"))  # not cached yet
 
 
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):

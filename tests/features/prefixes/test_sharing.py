@@ -1,15 +1,14 @@
 """The hooks of shared prefixes, and those of a run without them."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
+from support.features import sharing
 
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.feature import FIELDS, PLAIN, Feature, features_of, regroups
+from trl_packfix.feature import FIELDS, PLAIN, Feature, regroups
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.probe import PrefixProbe
-from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.planning.packing import Packing
 from trl_packfix.training.config import SFTConfig
@@ -27,8 +26,9 @@ def test_a_field_of_a_feature_is_off_by_default(name):
     assert Packing.__dataclass_fields__[name].default == FIELDS[name].off
 
 
-@pytest.mark.parametrize("feature", [PLAIN, PrefixSharing("off")])
-def test_a_run_without_a_feature_changes_nothing(feature):
+def test_a_run_without_a_feature_changes_nothing():
+    feature = sharing("off")
+    assert feature is PLAIN
     collator = PackedDataCollator(8, 3)
     assert feature.make_collator(collator, keeps_last_rows=True) is collator
     assert feature.make_probe_class(Probe) is Probe
@@ -38,11 +38,12 @@ def test_a_run_without_a_feature_changes_nothing(feature):
     assert feature.copied_bytes == 0
     assert not feature.is_on
     assert not feature.regroups
+    assert feature.settings == {"share_prefixes": "off"}
     feature.refuse_lengths(3)
 
 
 def test_packs_that_share_are_made_like_the_packs_of_the_run():
-    feature = features_of(SimpleNamespace(share_prefixes="pack"))
+    feature = sharing("pack")
     collator = feature.make_collator(PackedDataCollator(8, 3, 2, 64), keeps_last_rows=True)
     assert collator == PrefixCollator(8, 3, 2, 64, keeps_last_rows=True)
     assert feature.make_probe_class(Probe) is PrefixProbe
@@ -63,7 +64,7 @@ def test_packs_that_share_are_made_like_the_packs_of_the_run():
     ],
 )
 def test_evaluation_shares_where_it_can(setting, can_sort, shares, expected):
-    feature = PrefixSharing(setting).in_evaluation(can_sort=can_sort, shares=shares)
+    feature = sharing(setting).in_evaluation(can_sort=can_sort, shares=shares)
     assert feature.settings == {"share_prefixes": expected}
 
 

@@ -5,7 +5,7 @@ Documents that begin with the same tokens can compute the rows of their common b
 unit, a *family*, so they are in one pack. With "off" they compute all rows. What is saved is told by the share that is
 still computed: rows computed / tokens of the documents, and the same for FLOPs.
 
-`PrefixSharing.report_section` calls `planned_savings` for every report. It reads no token: with "family", the order of
+`PrefixSharing.report_section` calls `planned_savings` for the report. It reads no token: with "family", the order of
 the documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts
 the tokens of some packs (for "pack") and of some *stretches*, documents that follow each other in the table (for
 "family"). With images, it processes the images of a few packs. In training, the log has what was really computed.
@@ -112,15 +112,12 @@ class PrefixSavings:
         return f"not shared; share_prefixes would compute: {', '.join(better_settings)}" if better_settings else None
 
 
-def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
-    """Count what a run with this planner saves, as far as it is known without reading a token.
+def planned_savings(planner: EpochPlanner) -> PrefixSavings:
+    """Count what a run that shares prefixes saves, as far as it is known without reading a token.
 
-    Returns:
-        The savings; None if the run shares nothing. With "pack", only the setting is known.
+    With "pack", only the setting is known.
     """
     setting = planner.packing.share_prefixes
-    if setting == "off":
-        return None
     if setting == "pack":
         return PrefixSavings(setting)
     schedule = planner.schedule(0)

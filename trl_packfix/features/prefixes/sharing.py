@@ -1,8 +1,8 @@
 """The hooks of shared prefixes: methods that the rest of the package calls where a run with `share_prefixes` differs.
 
-`trl_packfix.feature.features_of` makes the `PrefixSharing` of a run from its config. The methods of its base class
-`Feature` change nothing. Hooks import the modules that do the work only when they are called, because planning calls
-some of them in processes that need no torch.
+`trl_packfix.feature.features_of` makes the `PrefixSharing` of a run that shares prefixes, from its config. The methods
+of its base class `Feature` change nothing. Hooks import the modules that do the work only when they are called, because
+planning calls some of them in processes that need no torch.
 
 Documents that begin alike are a *family*. A *unit* is what planning puts into a pack as a whole: a document, or a part
 of a family. A *row* of a pack is the place of one token; documents share the rows of their common beginning.
@@ -14,31 +14,29 @@ from typing import Any
 from ...feature import FIELDS, PLAIN, Feature
 
 logger = logging.getLogger(__name__)
-SHARING = FIELDS["share_prefixes"]
-"""The config field: its value `off` ("off"), and `regrouping`, the values that make units of several documents."""
 
 
 class PrefixSharing(Feature):
     """The feature that documents of a pack compute a common beginning once. `Feature` describes attributes and hooks.
 
     Args:
-        setting: "off"; "pack", where documents share if they happen to be in one pack; or "family", where documents
+        setting: "pack", where documents share if they happen to be in one pack; or "family", where documents
             that begin alike are planned as one unit, too.
         plain: the feature of the run's packs without shared prefixes: images, or `PLAIN` for packs of text.
     """
 
+    is_on = True
     # Parts of messages; `Feature` says of which
     packs_text = "documents share prefixes"
     documents_text = "documents that share prefixes"
     off_text = '`share_prefixes="off"`'
     copies_text = "copied keys of shared prefixes"
 
-    def __init__(self, setting: str = "off", plain: Feature = PLAIN):
+    def __init__(self, setting: str, plain: Feature = PLAIN):
         self.setting = setting
         self._plain = plain
-        self.is_on = setting != SHARING.off
-        self.regroups = setting in SHARING.regrouping  # whether documents that begin alike are planned as one unit
-        self.needs_lookup = self.is_on  # attention has to find the keys of shared rows
+        # Whether documents that begin alike are planned as one unit
+        self.regroups = setting in FIELDS["share_prefixes"].regrouping
         self.settings = {"share_prefixes": setting}
 
     @property
@@ -48,20 +46,16 @@ class PrefixSharing(Feature):
     @property
     def copied_bytes(self) -> int:  # type: ignore[override]
         """The most bytes of keys and values that attention copies at a time on a device."""
-        if not self.is_on:
-            return 0
         from ...attention.runs import COPIED_BYTES
 
         return COPIED_BYTES
 
     def refuse_lengths(self, num_documents: int) -> None:
-        """Raise ValueError if the feature is on, because lengths do not tell which documents begin alike."""
-        if self.is_on:
-            raise ValueError(
-                f"`--share-prefixes {self.setting}` was given with the lengths of "
-                f"{num_documents:,} documents. Which of them begin alike is known from their tokens. Give a "
-                "dataset, or set `--share-prefixes off`."
-            )
+        """Raise ValueError, because lengths do not tell which documents begin alike."""
+        raise ValueError(
+            f"`--share-prefixes {self.setting}` was given with the lengths of {num_documents:,} documents. Which of "
+            "them begin alike is known from their tokens. Give a dataset, or set `--share-prefixes off`."
+        )
 
     def sort_tokens(self, reader: Any, documents: Any) -> Any:
         """Return the `TokenOrder` of the documents of a reader; None if no units are made of it."""
@@ -93,7 +87,7 @@ class PrefixSharing(Feature):
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
-        """Return a `PrefixCollator` with the settings of this collator; the collator itself if the feature is off.
+        """Return a `PrefixCollator` with the settings of this collator.
 
         Args:
             collator: the `PackedDataCollator` of the run.
@@ -101,29 +95,25 @@ class PrefixSharing(Feature):
                 loss needs this row, but a router of experts counts its token in the load-balancing loss.
             compare: documents -> the content that is compared of each of them; None compares the tokens.
         """
-        if not self.is_on:
-            return collator
         from .collator import PrefixCollator
 
         return PrefixCollator(**vars(collator), keeps_last_rows=keeps_last_rows, compare=compare)
 
-    def in_evaluation(self, *, can_sort: bool, shares: bool) -> "PrefixSharing":
+    def in_evaluation(self, *, can_sort: bool, shares: bool) -> Feature:
         """Return the feature of the packs of an evaluation. All three give a document the same result.
 
         Args:
             can_sort: whether the documents can be sorted by their tokens. If not, there are no families, and documents
                 share if they happen to be in one pack.
-            shares: whether documents may share at all. If not, or if training does not share, the feature is off.
+            shares: whether documents may share at all.
         """
-        if not (shares and self.is_on):
-            return PrefixSharing("off", self.plain)
+        if not shares:
+            return self.plain
         return self if can_sort else PrefixSharing("pack", self.plain)
 
     def make_probe_class(self, probe_class: Any) -> Any:
         """Return the class of probes whose packs share prefixes, of text or of images as all packs of the run."""
         probe_class = self.plain.make_probe_class(probe_class)
-        if not self.is_on:
-            return probe_class
         if probe_class.has_further_examples:  # the probe has documents with images
             from .images import ImagePrefixProbe
 
@@ -154,16 +144,7 @@ class PrefixSharing(Feature):
         logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
 
     def report_section(self, planner: Any) -> Any:
-        """Return the `PrefixSavings` of a run with this planner; None if the feature is off."""
-        if not self.is_on:
-            return None
+        """Return the `PrefixSavings` of a run with this planner."""
         from .savings import planned_savings
 
         return planned_savings(planner)
-
-    def estimate(self, planner: Any, reader: Any) -> Any:
-        """Return the `PrefixSavings` of this setting, and estimates for the other settings."""
-        from .savings import estimated_savings, planned_savings
-
-        # With "family", the plan has the savings, and no token is read. With "pack" and "off" tokens are read.
-        return planned_savings(planner) if self.regroups else estimated_savings(planner, reader)
