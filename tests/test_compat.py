@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,62 +12,38 @@ from transformers.trainer_callback import CallbackHandler
 from trl_packfix import compat
 
 
-class Switch:
-    """Something of the whole process that is on or off."""
-
-    is_on = False
-
-    @contextmanager
-    def change(self):
-        assert not self.is_on
-        self.is_on = True
-        try:
-            yield
-        finally:
-            self.is_on = False
+def test_a_value_is_replaced_once_and_until_its_last_user_leaves():
+    library = {"__name__": "library", "names": ("a",)}
+    first, second = (compat.ReplacedValues([(library, "names")], lambda names, _: (*names, "b")) for _ in range(2))
+    first.enter()
+    second.enter()
+    first.leave()
+    assert library["names"] == ("a", "b")
+    second.leave()
+    assert library["names"] == ("a",)
 
 
-def test_a_process_wide_change_lasts_until_its_last_user_ends():
-    switch = Switch()
-    change = compat.ProcessWideChange(switch.change)
-    change.__enter__()
-    second_has_begun = threading.Event()
-    second_may_end = threading.Event()
-    states = []
-
-    def second():
-        with change:
-            second_has_begun.set()
-            assert second_may_end.wait(60)
-            states.append(switch.is_on)
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    assert second_has_begun.wait(60)
-    change.__exit__()  # the first user ends before the second
-    second_may_end.set()
-    thread.join()
-    assert states == [True]
-    assert not switch.is_on
-
-
-def test_a_process_wide_change_is_undone_after_an_error():
-    switch = Switch()
-    change = compat.ProcessWideChange(switch.change)
-    with pytest.raises(ZeroDivisionError), change:
-        1 / 0  # noqa: B018
-    assert not switch.is_on
+def test_a_value_that_other_code_has_set_since_stays():
+    library = {"__name__": "library", "names": ("a",)}
+    replaced = compat.ReplacedValues([(library, "names")], lambda names, _: (*names, "b"))
+    replaced.enter()
+    library["names"] = ("c",)
+    replaced.leave()
+    assert library["names"] == ("c",)
 
 
 def test_the_construction_of_a_trainer_leaves_trls_operators_as_they_were(tmp_path):
     name = "trl.models.selective_activation_checkpointing"
     selective = pytest.importorskip(name, reason="earlier releases of TRL")
     before = selective._ATEN_ATTENTION_PACKET_NAMES
-    with compat.saves_varlen_attention:
+    with pytest.raises(ZeroDivisionError), compat.saves_varlen_attention():
         inside = selective._ATEN_ATTENTION_PACKET_NAMES
+        1 / 0  # noqa: B018
+    after_error = selective._ATEN_ATTENTION_PACKET_NAMES
     build_trainer(tmp_path, texts(3))
     after = selective._ATEN_ATTENTION_PACKET_NAMES
     assert inside == (*before, compat.VARLEN_KERNEL)
+    assert after_error == before
     assert after == before
 
 

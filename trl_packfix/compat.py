@@ -11,7 +11,8 @@ function that uses it.
 
 For a review of all changes at once (a reader of single functions can skip it): who undoes each change, and when.
 
-    ReplacedFunctions            the end of the last packed forward that is running, of all models and threads
+    ReplacedValues               its last user: of functions, the end of the last packed forward that is running, of all
+                                 models and threads
     change_checkpoint_functions  the guard of packed forwards (`attention/forwards.py`), when it is removed
     set_lora_cast                the hooks of the packed model, when training or evaluation ends
     set_config_attention         the packed model, when training or evaluation ends
@@ -46,7 +47,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from types import MethodType
@@ -352,63 +353,6 @@ def undo_compilation(module: nn.Module) -> None:
     module._compiled_call_impl = None
 
 
-class ProcessWideChange:
-    """A context that changes the whole process: the first user that enters makes the change, and the last undoes it.
-
-    Several trainers may use it at the same time, also in threads.
-
-    Args:
-        change: returns a context in which the process is changed.
-    """
-
-    def __init__(self, change: Callable[[], AbstractContextManager[None]]):
-        self._change = change
-        self._lock = threading.Lock()
-        self._num_users = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_users == 0:
-                self._entered = self._change()
-                self._entered.__enter__()
-            self._num_users += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                self._entered.__exit__(None, None, None)
-
-
-@contextmanager
-def _varlen_attention_listed() -> Iterator[None]:
-    """Make TRL's selective checkpointing save the outputs of torch's varlen kernels, within this context.
-
-    So these kernels run once, and not again in the backward. TRL has a list of operators whose outputs are saved, with
-    the operators of `scaled_dot_product_attention` and of flash-attn. The operator that computes attention of packs is
-    not in it. TRL reads the list when a trainer is constructed, so its construction is the context. Can be removed when
-    TRL lists the operator; see dev/upstream.md.
-    """
-    try:
-        selective = importlib.import_module("trl.models.selective_activation_checkpointing")
-    except ImportError:  # earlier releases
-        yield
-        return
-    list_name = "_ATEN_ATTENTION_PACKET_NAMES"
-    operators = getattr(selective, list_name, ())
-    if not operators or VARLEN_KERNEL in operators:
-        yield
-        return
-    setattr(selective, list_name, (*operators, VARLEN_KERNEL))
-    try:
-        yield
-    finally:
-        setattr(selective, list_name, operators)
-
-
-saves_varlen_attention = ProcessWideChange(_varlen_attention_listed)
-
-
 def gathers_on_cpus(installed: str | None = None) -> bool:
     """Return whether DeepSpeed ZeRO-3 waits until parameters are gathered, also on CPUs.
 
@@ -627,49 +571,47 @@ def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
     return True
 
 
-class ReplacedFunctions:
-    """Replace functions in modules of another library between `enter` and `leave`.
+class ReplacedValues:
+    """Replace values in modules of another library between `enter` and `leave`, by several users at the same time.
+
+    The namespace of a module belongs to the process. So a value is replaced from the first `enter` to the last `leave`,
+    of all objects of this class, models and threads. What replaces a function must call the original function wherever
+    it is not needed.
 
     The mixers of transformers' hybrid models call their convolutions and scans by name in the modeling module, and no
-    interface of transformers reaches these functions (`features/hybrids/`). The namespace of a module belongs to the
-    process. So a function is replaced from the first `enter` to the last `leave`, of all models and threads, and a
-    replacement must call the original function wherever it is not needed. Can be removed when transformers passes
-    boundaries to these functions, or lets them be chosen for one model.
+    interface of transformers reaches these functions (`features/hybrids/`). `saves_varlen_attention` is the other use.
+    Can be removed when that function can be, and transformers passes boundaries to the functions of mixers, or lets
+    them be chosen for one model.
 
     Args:
-        places: where the functions are, as pairs of the namespace of a module and a name in it.
-        make_replacement: (function, name) -> the function that replaces it.
+        places: where the values are, as pairs of the namespace of a module and a name in it.
+        make_replacement: (value, name) -> the value that replaces it.
     """
 
     # The keys are pairs of the name of a module and a name in it.
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _count: ClassVar[Counter[tuple[str, str]]] = Counter()  # the number of `enter` without their `leave`
-    # The original function, and the function that replaces it
-    _functions: ClassVar[dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+    _values: ClassVar[dict[tuple[str, str], tuple[Any, Any]]] = {}  # the original value, and the one that replaces it
 
-    def __init__(
-        self,
-        places: Sequence[tuple[dict[str, Any], str]],
-        make_replacement: Callable[[Callable[..., Any], str], Callable[..., Any]],
-    ):
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]], make_replacement: Callable[[Any, str], Any]):
         self.places = places
         self._make_replacement = make_replacement
 
     def enter(self) -> None:
-        """Replace the functions, unless another object has replaced them already."""
+        """Replace the values, unless another object has replaced them already."""
         if not self.places:
             return
         with self._lock:
             for namespace, name in self.places:
                 key = namespace["__name__"], name
                 if self._count[key] == 0:
-                    function = namespace[name]
-                    namespace[name] = self._make_replacement(function, name)
-                    self._functions[key] = function, namespace[name]
+                    value = namespace[name]
+                    namespace[name] = self._make_replacement(value, name)
+                    self._values[key] = value, namespace[name]
                 self._count[key] += 1
 
     def leave(self) -> None:
-        """Put the original functions back, unless another object still needs them replaced."""
+        """Put the original values back, unless another object still needs them replaced."""
         if not self.places:
             return
         with self._lock:
@@ -678,12 +620,38 @@ class ReplacedFunctions:
                 self._count[key] -= 1
                 if self._count[key] > 0:
                     continue
-                function, replacement = self._functions.pop(key)
-                if namespace[name] is replacement:  # other code may have set another function since
-                    namespace[name] = function
+                value, replacement = self._values.pop(key)
+                if namespace[name] is replacement:  # other code may have set another value since
+                    namespace[name] = value
 
 
-NOTHING_REPLACED = ReplacedFunctions((), lambda function, name: function)
+NOTHING_REPLACED = ReplacedValues((), lambda value, name: value)
+
+
+@contextmanager
+def saves_varlen_attention() -> Iterator[None]:
+    """Make TRL's selective checkpointing save the outputs of torch's varlen kernels, within this context.
+
+    So these kernels run once, and not again in the backward. TRL has a list of operators whose outputs are saved, with
+    the operators of `scaled_dot_product_attention` and of flash-attn. The operator that computes attention of packs is
+    not in it. TRL reads the list when a trainer is constructed, so its construction is the context. Can be removed when
+    TRL lists the operator; see dev/upstream.md.
+    """
+    list_name = "_ATEN_ATTENTION_PACKET_NAMES"
+    try:
+        namespace = vars(importlib.import_module("trl.models.selective_activation_checkpointing"))
+    except ImportError:  # earlier releases
+        namespace = {}
+
+    def with_varlen_kernel(operators: tuple[str, ...], name: str) -> tuple[str, ...]:
+        return operators if VARLEN_KERNEL in operators else (*operators, VARLEN_KERNEL)
+
+    listed = ReplacedValues([(namespace, list_name)] if list_name in namespace else [], with_varlen_kernel)
+    listed.enter()
+    try:
+        yield
+    finally:
+        listed.leave()
 
 
 def change_checkpoint_functions(layers: list[nn.Module], change: Callable[[Callable[..., Any]], Any]) -> None:

@@ -145,7 +145,7 @@ def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tm
     names = tuple(name for name in selective._ATEN_ATTENTION_PACKET_NAMES if name != VARLEN_KERNEL)
     monkeypatch.setattr(selective, "_ATEN_ATTENTION_PACKET_NAMES", names)
     if not is_listed:
-        monkeypatch.setattr(sft_trainer, "saves_varlen_attention", nullcontext())
+        monkeypatch.setattr(sft_trainer, "saves_varlen_attention", nullcontext)
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}}
     build_trainer(tmp_path, texts(9), model, bf16=True, **settings)

@@ -138,7 +138,7 @@ class PackedForwardGuard(ModelHooks):
             if a test of the model has found that they only repeat the boundaries.
         before_pack: called at the beginning of each packed forward.
         mixers: replaces, in packed forwards, the functions with which the model's mixers mix tokens by functions that
-            start anew in each document (`ReplacedFunctions`).
+            start anew in each document (`ReplacedValues`).
         entered_forward: the running packed forward, if this guard has made it; else None.
     """
 

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..compat import NOTHING_REPLACED, ReplacedFunctions
+from ..compat import NOTHING_REPLACED, ReplacedValues
 from ..feature import find_folder
 from ..wording import count_of
 
@@ -44,7 +44,7 @@ MIXER_FUNCTIONS = (
 class MixerSupport:
     """Support for the mixers of models. This class supports none; `features/hybrids` has a subclass."""
 
-    def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
+    def replaced_functions(self, model: nn.Module) -> ReplacedValues:
         """Return the functions of a model's mixers that are replaced while a packed forward runs.
 
         Raises:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..compat import ReplacedFunctions
+from ..compat import ReplacedValues
 from ..group import ALONE, Group
 from .rows import DocumentRows
 
@@ -113,7 +113,7 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
-    mixers: ReplacedFunctions | None = field(default=None, repr=False, compare=False)
+    mixers: ReplacedValues | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

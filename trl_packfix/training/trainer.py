@@ -221,7 +221,7 @@ class SFTTrainer(trl.SFTTrainer):
             values_for_trl |= {"torch_compile_backend": None, "torch_compile_mode": None}
         # In the context `saves_varlen_attention`, TRL sets its selective checkpointing up so that it saves the
         # attention of packs, and does not compute it twice.
-        with settings_hidden_from_trl(args, **values_for_trl), saves_varlen_attention:
+        with settings_hidden_from_trl(args, **values_for_trl), saves_varlen_attention():
             super().__init__(**arguments)
 
         # 4. The model is loaded and the datasets are tokenised. The parts prepare both for this run. Some models name

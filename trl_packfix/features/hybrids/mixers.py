@@ -5,7 +5,7 @@ attention, short convolutions. It calls two functions by their names in its mode
 which each token reads the W - 1 tokens before it, and a scan, which carries a state from token to token. In a pack,
 several documents end to end in one row, neither may read over the boundary of a document.
 
-`compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each
+`compat.ReplacedValues` replaces these functions while a packed forward runs, and restores them afterwards. Each
 replacement (`support.py`) calls a function of this module, which calls the original function on each document. So
 transformers still decides whether a kernel or plain torch computes it. The functions here take `inner`, the original
 function; `running`, the `PackedForward` with the boundaries; and the arguments of the mixer.

@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ...attention.mixer_support import MIXER_FUNCTIONS, MixerSupport, mixer_function_places
 from ...attention.packed_forward import running_pack
-from ...compat import ReplacedFunctions, find_kernel_package
+from ...compat import ReplacedValues, find_kernel_package
 from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
 
 # By the name of a function in a modeling module, the function that replaces it in packs. There is one for each name in
@@ -40,9 +40,9 @@ PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", 
 class HybridMixers(MixerSupport):
     """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
 
-    def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
+    def replaced_functions(self, model: nn.Module) -> ReplacedValues:
         """Return what replaces the functions of the model's mixers while a packed forward runs."""
-        return ReplacedFunctions(mixer_function_places(model), _make_replacement)
+        return ReplacedValues(mixer_function_places(model), _make_replacement)
 
     def config_has_mixers(self, config: PreTrainedConfig) -> bool:
         """Return whether transformers' model of a text config has mixers.
