@@ -26,7 +26,6 @@ REVIEWED = {
         training/config.py setattr(config, ...)
         training/config.py vars(args).update
         training/config.py vars(config).update
-        training/first_step.py document_noise.alpha
         training/first_step.py unwrapped_probe.drawing_modules
         training/lm_head.py forward_with_scores.__wrapped__
         training/lm_head.py forward_with_scores.has_token_scores

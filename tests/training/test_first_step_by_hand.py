@@ -330,7 +330,6 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
     noise.alpha = 5.0
     step = ScriptedFirstStep()
     trainer = step._trainer
-    trainer.current_gradient_accumulation_steps = 7
     trainer.aux_loss_enabled = True
     trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
     totals = step._objective.totals = SimpleNamespace(sources="sources", shares_rows="shares")
@@ -340,11 +339,9 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
             assert noise.alpha == 0
             assert step._objective.totals == ("sources", "shares")
             assert trainer.aux_loss_enabled is not packs_images
-            trainer.current_gradient_accumulation_steps = 2
         assert noise.alpha == 5
         assert step._objective.totals is totals
         assert trainer.aux_loss_enabled
-        assert trainer.current_gradient_accumulation_steps == 7
 
 
 # The packed step
@@ -368,7 +365,13 @@ def train_packed(compares_gradients=True, is_wrapped=True):
     trainer.accelerator.reduce = lambda value, reduction: value if reduction == "mean" else None
     trainer._get_num_items_in_batch = lambda batches, device: [*map(str, batches)]
     trainer._prepare_inputs = lambda batch: batch
-    trainer.compute_loss = lambda model, batch, num_items_in_batch: torch.tensor(2.0 * len(batch["pack"]))
+    trainer.current_gradient_accumulation_steps = 7
+
+    def compute_loss(model, batch, num_items_in_batch):
+        assert trainer.current_gradient_accumulation_steps == 2
+        return torch.tensor(2.0 * len(batch["pack"]))
+
+    trainer.compute_loss = compute_loss
     parameter = trainer.model[0].weight
     parameter.grad = torch.ones_like(parameter)
 
@@ -376,14 +379,14 @@ def train_packed(compares_gradients=True, is_wrapped=True):
         assert parameter.grad is None
         assert num_items == ["{'pack': [1]}", "{'pack': [1, 2]}"]
         is_exchanged.append("step")
-        return torch.tensor(2.0 * len(batch["pack"]))
+        return compute_loss(model, batch, num_items)
 
     step._training_step = training_step
     step._unwrapped_model = None if is_wrapped else step._probe.model
     step._data.training_collator = lambda names: lambda pack: {"pack": [*pack]}
     step._gradient_products = lambda is_reduced: is_reduced
     gradients = FirstStep._train_packed(step, [RankShare([1]), RankShare([1, 2])])
-    assert trainer.current_gradient_accumulation_steps == 2
+    assert trainer.current_gradient_accumulation_steps == 7
     assert gradients.products is True, "the trainer's methods have added the gradients of ranks"
     return gradients.loss, is_exchanged
 

@@ -14,8 +14,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -305,22 +305,6 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
     values: dict[str, Any] = args.to_dict()
     values["hub_token"] = args.hub_token  # `to_dict` hides it
     return SFTConfig(**values)
-
-
-@contextmanager
-def settings_hidden_from_trl(args: SFTConfig, **values_for_trl: object) -> Iterator[None]:
-    """Give settings other values in this context, in which TRL is called and must not act on the true values.
-
-    Args:
-        args: the config, which has its true values again after the context.
-        values_for_trl: the values that TRL reads, by the names of the fields.
-    """
-    true_values = {name: getattr(args, name) for name in values_for_trl}
-    vars(args).update(values_for_trl)
-    try:
-        yield
-    finally:
-        vars(args).update(true_values)
 
 
 def with_settings(args: SFTConfig, **settings: object) -> SFTConfig:

@@ -26,7 +26,7 @@ the same documents, because they divide one model between them (tensor paralleli
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -68,15 +68,13 @@ from .step_comparison import (
     to_int64,
 )
 from .totals import TrainingTotals
-from .trainer_view import TrainerPart, TrainerView
+from .trainer_view import TrainerPart, TrainerView, attributes_set
 
 NUM_TOKENS_BEFORE = 8  # length of the document that is packed before the long document in `compare_longer`
 FINE_LOSS_GAP = 1e-4  # a relative gap of losses below this limit is accepted without a measurement of rounding
 # As `FINE_LOSS_GAP`, for gradients. It is larger, because TRL's fused LM head alone changes gradients of SmolLM2-135M
 # in fp32 by 1.5e-4 to 2.4e-4, and the measurement of rounding does not show this change.
 FINE_GRADIENT_GAP = 1e-3
-# Attributes of the trainer that the comparison sets, and restores at its end
-SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")
 # The gap of a parameter's gradient is |difference| / max(|its gradient|, share * |whole gradient|). In fp32 the share
 # is `SMALL_SHARE`. In half precision it is larger, because a small gradient, such as the gradient of a bias in front of
 # attention, is mostly a sum of rounding errors
@@ -297,20 +295,20 @@ class FirstStep(TrainerPart):
             # Raise if ranks that must have the same pack have different packs
             check_same_packs(batches, self._data.ranks.copies)
         num_items = trainer._get_num_items_in_batch(batches, trainer.accelerator.device)
-        trainer.current_gradient_accumulation_steps = len(batches)
         trainer.model.zero_grad(set_to_none=True)
         losses = []
-        for i, batch in enumerate(batches):
-            if not self._compares_gradients:
-                with torch.no_grad(), trainer.compute_loss_context_manager():
-                    batch = trainer._prepare_inputs(batch)
-                    losses.append(trainer.compute_loss(model, batch, num_items_in_batch=num_items))
-                continue
-            # As in training, DDP reduces gradients after the last micro-batch only
-            is_last = i == len(batches) - 1
-            is_under_ddp = self._unwrapped_model is not model
-            with trainer.accelerator.no_sync(model) if is_under_ddp and not is_last else nullcontext():
-                losses.append(self._training_step(model, batch, num_items))
+        with attributes_set(trainer, current_gradient_accumulation_steps=len(batches)):
+            for i, batch in enumerate(batches):
+                if not self._compares_gradients:
+                    with torch.no_grad(), trainer.compute_loss_context_manager():
+                        batch = trainer._prepare_inputs(batch)
+                        losses.append(trainer.compute_loss(model, batch, num_items_in_batch=num_items))
+                    continue
+                # As in training, DDP reduces gradients after the last micro-batch only
+                is_last = i == len(batches) - 1
+                is_under_ddp = self._unwrapped_model is not model
+                with trainer.accelerator.no_sync(model) if is_under_ddp and not is_last else nullcontext():
+                    losses.append(self._training_step(model, batch, num_items))
         # The loss of a rank is multiplied by the number of ranks, because DDP averages gradients. So the mean over
         # ranks is the loss of the whole step
         loss = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
@@ -580,28 +578,21 @@ class FirstStep(TrainerPart):
         On exit the totals of the log, attributes of the trainer, random state, modes and buffers are restored.
         """
         trainer = self._trainer
-        objective = self._objective
         probe = self._probe
-        totals = objective.totals
-        attributes = {name: getattr(trainer, name, None) for name in SET_ATTRIBUTES}
-        noise_amplitudes = {
-            hook: hook.alpha for hook in trainer.packed_model.own_hooks if isinstance(hook, DocumentNoise)
-        }
-        objective.totals = TrainingTotals(totals.sources, totals.shares_rows)
-        try:
+        totals = self._objective.totals
+        with (
+            attributes_set(self._objective, totals=TrainingTotals(totals.sources, totals.shares_rows)),
+            # No router loss with images, because the batch of `_router_loss` has only tokens
+            attributes_set(trainer, aux_loss_enabled=trainer.aux_loss_enabled and self._data.reading.is_text_only),
+            ExitStack() as without_noise,
             # The model has packed attention and, by the context of the probe, train mode with dropout rate 0
-            with trainer.packed_model.attending(), probe.undisturbed():
-                for document_noise in noise_amplitudes:
-                    document_noise.alpha = 0.0
-                # No router loss with images, because the batch of `_router_loss` has only tokens
-                trainer.aux_loss_enabled &= self._data.reading.is_text_only
-                # `training_step` sets all modules to train mode. Before each forward, this hook sets the modules that
-                # draw random numbers to eval mode again. `inner` is the base model below all wrappers
-                with probe.inner.register_forward_pre_hook(probe.silence):
-                    yield
-        finally:
-            objective.totals = totals
-            for document_noise, alpha in noise_amplitudes.items():
-                document_noise.alpha = alpha
-            for name, value in attributes.items():
-                setattr(trainer, name, value)
+            trainer.packed_model.attending(),
+            probe.undisturbed(),
+            # `training_step` sets all modules to train mode. Before each forward, this hook sets the modules that draw
+            # random numbers to eval mode again. `inner` is the base model below all wrappers
+            probe.inner.register_forward_pre_hook(probe.silence),
+        ):
+            for hooks in trainer.packed_model.own_hooks:
+                if isinstance(hooks, DocumentNoise):
+                    without_noise.enter_context(attributes_set(hooks, alpha=0.0))
+            yield

@@ -74,7 +74,7 @@ from ..samples.turns import TurnRule, trains_only_completions
 from . import checks
 from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients
 from .compiled_layers import CompileLayers
-from .config import SFTConfig, adopt_args, settings_hidden_from_trl
+from .config import SFTConfig, adopt_args
 from .evaluation import Evaluation
 from .first_step import FirstStep
 from .foreign_keys import with_hints
@@ -83,6 +83,7 @@ from .memory import MeasureMemory
 from .objective import Objective, refuse_shared_prefixes
 from .progress import announce_deepspeed_offloading
 from .restart import Restart
+from .trainer_view import attributes_set
 from .user_code import UserCode
 
 if TYPE_CHECKING:
@@ -219,9 +220,9 @@ class SFTTrainer(trl.SFTTrainer):
             # Without these two values, accelerate does not compile the whole model. `CompileLayers` compiles its
             # layers.
             values_for_trl |= {"torch_compile_backend": None, "torch_compile_mode": None}
-        # In the context `saves_varlen_attention`, TRL sets its selective checkpointing up so that it saves the
-        # attention of packs, and does not compute it twice.
-        with settings_hidden_from_trl(args, **values_for_trl), saves_varlen_attention():
+        # In these contexts `args` has the values for TRL in place of the true ones, and TRL sets its selective
+        # checkpointing up so that it saves the attention of packs, and does not compute it twice.
+        with attributes_set(args, **values_for_trl), saves_varlen_attention():
             super().__init__(**arguments)
 
         # 4. The model is loaded and the datasets are tokenised. The parts prepare both for this run. Some models name

@@ -5,8 +5,8 @@ is a `TrainerPart`, which holds the trainer. Such an object sees the trainer as 
 everything that may break with another version of TRL or transformers.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -88,6 +88,23 @@ def complete_report(trainer: TrainerView, **findings: Any) -> PackingReport:
     if trainer.args.packing_report and trainer.is_world_process_zero():
         report.save(str(trainer.args.output_dir))
     return report
+
+
+@contextmanager
+def attributes_set(owner: object, **values: object) -> Iterator[None]:
+    """Set attributes of an object of this package in this context. They hide those of its class with the same names.
+
+    On exit the object has the attributes that it had before, also if code in the context has set them again.
+    """
+    attributes = vars(owner)
+    previous = {name: attributes[name] for name in values if name in attributes}  # without those of the class
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del attributes[name]
+        attributes.update(previous)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..data.collator import IGNORE_INDEX
 from ..planning.schedule import Schedule
 from .other_models import refused_if_unprepared
-from .trainer_view import TrainerPart, TrainerView
+from .trainer_view import TrainerPart, TrainerView, attributes_set
 
 STEP_METHODS = ("training_step", "compute_loss")  # methods of a trainer that compute a micro-batch
 
@@ -92,7 +92,7 @@ class UserCode(TrainerPart):
         self._methods_in_training = self.methods
         self._users_step = self._trainer.training_step
         try:
-            with _attribute_replaced(self._trainer, "training_step", self._training_step):
+            with attributes_set(self._trainer, training_step=self._training_step):
                 yield
         finally:
             self._methods_in_training = None
@@ -123,7 +123,7 @@ class UserCode(TrainerPart):
                 return self._users_step(model, inputs, num_items_in_batch)
         # Second case: a dummy, which runs the step of this package. The step calls `trainer.compute_loss`, which
         # returns 0 in this context
-        with _attribute_replaced(trainer, "compute_loss", self._dummy_loss):
+        with attributes_set(trainer, compute_loss=self._dummy_loss):
             package_class: Any = self._package_class
             return package_class.training_step(trainer, model, inputs, num_items_in_batch)
 
@@ -159,19 +159,6 @@ class UserCode(TrainerPart):
             f"trained tokens, so in a mean over each micro-batch a token counts up to {largest_gap:.0%} more or less "
             f"than in the mean over its optimizer step. {remedy}"
         )
-
-
-@contextmanager
-def _attribute_replaced(trainer: TrainerView, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a trainer in this context. It hides the method of the class that has the same name."""
-    attributes = vars(trainer)
-    previous = {name: attributes[name]} if name in attributes else {}  # {} if only the class has the attribute
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-        attributes.update(previous)
 
 
 def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, float]:
