@@ -1,4 +1,4 @@
-"""Attention over packs whose documents share prefixes, against each document alone: outputs, loss, all gradients."""
+"""Attention over packs whose documents share prefixes, against each document alone: outputs and all gradients."""
 
 from dataclasses import replace
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import MODELS, in_float64, largest_gradient_error, outputs_and_gradients, random_inputs
+from support.attention import MODELS, in_float64, outputs_and_gradients, random_inputs
 from support.models import attend_packs
 from support.shared_rows import pack_of
 from support.strict_varlen import StrictVarlen
+from sweep.judge import PrefixJudge, with_prefixes
 from torch import nn
 
 from trl_packfix.attention import flash, runs, varlen
@@ -20,7 +21,6 @@ from trl_packfix.attention.kernels import math_attention
 from trl_packfix.attention.packed_forward import packed_forward_entered, this_thread
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
-from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
@@ -160,94 +160,23 @@ def test_contradicting_keys_are_refused_on_the_cpu(fault):
 TYPES = ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "llama4_text"]
 
 
-def forest():
-    """Return 13 documents: a tree, prefixes of each other, one twice, an overlap of one token, and of none.
-
-    Masks of documents disagree.
-    """
-    rng = np.random.default_rng(0)
-
-    def new(length):
-        return rng.integers(3, 300, length).tolist()
-
-    system = new(30)
-    first = new(12)
-    second = new(20)
-    turns = system + first + second + new(9)
-    documents = [
-        turns, turns, turns[:50], turns[:42], turns[:31], system + first + new(25), system + first + second + new(1),
-        system + new(40), system + new(2), system[:1] + new(18), new(33), new(2), new(1),
-    ]  # fmt: skip
-    labels = [
-        [t if rng.random() < share else IGNORE_INDEX for t in x]
-        for x, share in zip(documents, [0.5, 1] * 7, strict=False)
-    ]
-    return [{"input_ids": tokens, "labels": row_labels} for tokens, row_labels in zip(documents, labels, strict=True)]
-
-
-def shared_loss(model, batch):
-    """Return the loss summed over the trained tokens of all documents, and the logits."""
-    shared = batch[LAYOUT_KEY]
-    labels = batch["labels"][0]
-    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[0]
-    return nn.functional.cross_entropy(
-        logits[shared.target_rows - 1], labels[shared.target_rows], reduction="sum"
-    ), logits
-
-
-def loss_alone(model, documents):
-    loss = 0
-    logits = []
-    for document in documents:
-        logits.append(model(torch.tensor([document["input_ids"]]), use_cache=False).logits[0])
-        labels = torch.tensor(document["labels"])[1:]
-        loss = loss + nn.functional.cross_entropy(logits[-1][:-1], labels, reduction="sum", ignore_index=IGNORE_INDEX)
-    return loss, logits
-
-
-def prepared(tiny_model, model_type, **settings):
-    """Return a model on our attention, and the same on stock attention for single documents."""
-    settings = {**MODELS[model_type], **settings}
-    model = tiny_model(model_type, **settings)
-    model_alone = tiny_model(model_type, attn_implementation="eager", **settings)
-    for any_model in (model, model_alone):
-        any_model.train()
-        any_model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    attend_packs(model)
-    return model, model_alone
-
-
-def assert_equal_alone(model, model_alone):
-    documents = forest()
-    batch = PrefixCollator(min_shared=1)(documents)
-    loss, logits = shared_loss(model, batch)
-    expected, expected_logits = loss_alone(model_alone, documents)
-    # the rows of each document, but for its last
-    every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[LAYOUT_KEY]
-    assert len(every.target_rows) > 2 * len(logits)
-    for i, own_logits in enumerate(expected_logits):
-        rows = every.target_rows[every.target_documents == i] - 1
-        assert len(rows) == len(own_logits) - 1
-        torch.testing.assert_close(logits[rows], own_logits[:-1], rtol=0, atol=1e-12)
-    loss.backward()
-    expected.backward()
-    assert abs(loss - expected) < 1e-12 * expected
-    assert largest_gradient_error(model, model_alone) < 1e-13
-    assert not this_thread.packed_forwards
-
-
 @pytest.mark.parametrize("most_bytes", [None, 2**30, 1], ids=["on the CPU", "one launch", "several"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_throughout, monkeypatch):
+def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, monkeypatch):
     """On the CPU, and the code for CUDA with a strict stand-in for the operators of torch."""
     if most_bytes is not None:
         monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
         monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
-    model, model_alone = prepared(tiny_model, model_type, dtype=torch.float64)
+    judge = PrefixJudge(tiny_model(model_type, attn_implementation="eager", **MODELS[model_type]))
+    model = tiny_model(model_type, **MODELS[model_type])
+    attend_packs(model)
     with StrictVarlen() as calls:
-        assert_equal_alone(model, model_alone)
+        judgement = judge.compare(model, torch.float64)
+    assert 0 < judgement.error < 1e-12, judgement
+    assert not this_thread.packed_forwards
     launches = len(calls.forwards)
-    assert launches > 2 if most_bytes == 1 else launches == (0 if most_bytes is None else 2)
+    one_each = len(judge.cases) * model.config.num_hidden_layers
+    assert launches > one_each if most_bytes == 1 else launches == (0 if most_bytes is None else one_each)
 
 
 # Boundaries of runs, where a document's are expected
@@ -255,12 +184,13 @@ def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_t
 
 def test_modules_see_no_boundaries_of_runs(tiny_model):
     """Modules that read `cu_seq_lens_q` would take runs for documents."""
-    model, _ = prepared(tiny_model, "llama")
+    model = tiny_model("llama")
+    attend_packs(model)
     arguments = []
     model.model.layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: arguments.append(set(kwargs)), with_kwargs=True
     )
-    shared_loss(model, PrefixCollator(min_shared=1)(forest()))
+    model(**with_prefixes(CHAT))
     assert arguments
     assert not any("seq_lens" in name or name == "seq_idx" for name in arguments[0])
 
@@ -269,8 +199,8 @@ def test_modules_see_no_boundaries_of_runs(tiny_model):
 def test_other_attention_is_refused(name, tiny_model):
     model = tiny_model("llama", attn_implementation=name)
     mark_packed_forwards(model)
-    with pytest.raises(ValueError, match=rf"13 documents share prefixes .*{name}.* share_prefixes='off'"):
-        shared_loss(model, PrefixCollator(min_shared=1)(forest()))
+    with pytest.raises(ValueError, match=rf"6 documents share prefixes .*{name}.* share_prefixes='off'"):
+        model(**with_prefixes(CHAT))
     assert not this_thread.packed_forwards
 
 
