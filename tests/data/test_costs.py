@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, ScanCosts, decoder_costs_of
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, ScanCosts
 
 SIZE = {
     "vocab_size": 99,
@@ -198,38 +198,6 @@ def test_every_type_has_costs_of_its_own():
     models = {name: make_cost_model(CONFIG_MAPPING[name](**shrink(CONFIG_MAPPING[name]()))) for name in types}
     assert not [name for name, model in models.items() if model == LLAMA_7B]
     assert torch.equal(state, torch.get_rng_state())  # a run draws what it would have drawn
-
-
-def test_pairs_by_hand():
-    assert CostModel(10, 2)(np.array([1, 3])).tolist() == [10 + 2, 30 + 12]
-    # a window of 2 in 4 tokens: 1 + 2 + 2 + 2 pairs; chunks of 3 in 4 tokens: 1 + 2 + 3 + 1
-    assert CostModel(0, 0, windows=((2, 1.0),))(np.array([1, 2, 4])).tolist() == [1, 3, 7]
-    assert CostModel(0, 0, chunks=((3, 1.0),))(np.array([3, 4, 6])).tolist() == [6, 7, 12]
-
-
-@current_models
-def test_layers_by_kind():
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
-    window = 4096
-    pair = 4.0 * 64
-    kinds = ["linear_attention", "full_attention", "sliding_attention", "chunked_attention"]
-    config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, attention_chunk_size=8192)
-    model = decoder_costs_of(config, 7.0)
-    assert model == CostModel(7.0, pair, ((window, pair),), ((8192, pair),))
-    # Qwen2 has a `sliding_window` that it does not use
-    config = LlamaConfig(**sizes, sliding_window=window, use_sliding_window=False)
-    assert decoder_costs_of(config, 7.0) == CostModel(7.0, 4 * pair)
-    # a state space model has no pairs at all
-    config = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=4)
-    assert decoder_costs_of(config, 7.0) == CostModel(7.0, 0.0)
-    # a layer that selects the tokens that it sees scores every pair to do so
-    sparse = {"index_n_heads": 2, "index_head_dim": 8, "layer_types": ["indexed_attention"] * 4}
-    assert decoder_costs_of(LlamaConfig(**sizes, **sparse), 7.0).per_pair == 4 * (pair + 2 * 2 * (8 + 1))
-    # beyond its window a compressed layer sees one in 16 tokens
-    kinds = ["full_attention", "heavily_compressed_attention", "full_attention", "full_attention"]
-    rates = {"heavily_compressed_attention": 16}
-    config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, compress_rates=rates)
-    assert decoder_costs_of(config, 7.0) == CostModel(7.0, (3 + 1 / 16) * pair, ((window, pair),))
 
 
 def test_without_a_config_it_is_a_llama_of_7b():

@@ -166,11 +166,13 @@ def test_an_indexer_scores_every_pair(kind, sums):
     assert decoder_costs_of(without, 0.0).per_pair == 128
 
 
-def test_compressed_layers_see_a_window_and_one_of_several_tokens():
-    rates = {"compressed_sparse_attention": 4}
-    layers = [layer_of(index_n_heads=3, index_head_dim=5, compress_rates=rates, sliding_window=9)]
-    model = decoder_costs_of(config_of(layers, layer_types=["compressed_sparse_attention"]), 0.0)
-    assert model.per_pair == (128 + 2 * 3 * (5 + 1)) / 4
+@pytest.mark.parametrize(
+    "kind, score", [("compressed_sparse_attention", 2 * 3 * (5 + 1)), ("heavily_compressed_attention", 0)]
+)
+def test_compressed_layers_see_a_window_and_one_of_several_tokens(kind, score):
+    layers = [layer_of(index_n_heads=3, index_head_dim=5, compress_rates={kind: 4}, sliding_window=9)]
+    model = decoder_costs_of(config_of(layers, layer_types=[kind]), 0.0)
+    assert model.per_pair == (128 + score) / 4
     assert model.windows == ((9, 128.0),)
 
 
