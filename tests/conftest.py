@@ -15,7 +15,6 @@ from hypothesis import settings
 from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import TRANSFORMERS
-from sweep.double import in_double
 from transformers import PreTrainedTokenizerFast
 
 from trl_packfix.cli import main
@@ -158,10 +157,3 @@ def printed(capsys):
         return json.loads(capsys.readouterr().out)
 
     return run_command
-
-
-@pytest.fixture
-def float64_throughout():
-    """transformers computes softmax, norms and routers in float32, which for float64 inputs is a loss of digits."""
-    with in_double():
-        yield

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.attention import MODELS, largest_gradient_error
+from support.attention import MODELS
 from support.models import attend_packs, select_attention
 from support.versions import current_models, enable_checkpointing
+from sweep.judge import OnePack
 from transformers import AutoModelForCausalLM
 
 from trl_packfix.attention import varlen
@@ -25,12 +26,6 @@ def make_documents(lengths=LENGTHS, seed=0):
 
 def make_pack(lengths=LENGTHS, **changes):
     return {**PackedDataCollator()(make_documents(lengths)), **changes}
-
-
-def logits_alone(model):
-    """Return the logits of each document by itself, one behind the other."""
-    documents = [torch.tensor([document["input_ids"]]) for document in make_documents()]
-    return torch.cat([model(ids, use_cache=False).logits for ids in documents], 1)
 
 
 @pytest.fixture
@@ -55,38 +50,27 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=current_models) if name == "opt" else name for name in MODELS]
 )
-def test_a_packed_document_equals_itself_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):
+def test_a_packed_document_equals_itself_alone(model_type, checkpointing, tiny_model, calls):
     """Logits and gradients must be those of stock eager attention on each document by itself."""
-    settings = {"dtype": torch.float64, **MODELS[model_type]}
-    model_alone = tiny_model(model_type, attn_implementation="eager", **settings).train()
-    model = tiny_model(model_type, **settings).train()
-    for m in (model_alone, model):
-        m.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    documents = [torch.tensor(document["input_ids"]) for document in make_documents()]
+    judge = OnePack(tiny_model(model_type, attn_implementation="eager", **MODELS[model_type]), documents)
+    model = tiny_model(model_type, **MODELS[model_type])
     attend_packs(model)
     if checkpointing is not None:
         enable_checkpointing(model, checkpointing)
         model.enable_input_require_grads()
 
-    expected = logits_alone(model_alone)
     masks = []
     for module in model.modules():
         if type(module).__name__.endswith("Attention"):
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
             )
-    batch = make_pack()
-    batch.pop("labels")
-    logits = model(**batch).logits
-    num_layers = model.config.num_hidden_layers
-    assert [sum(lengths) for lengths in calls] == [sum(LENGTHS)] * num_layers
-    assert masks == [None] * num_layers
-    assert (logits - expected).abs().max() < 1e-10
-
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
-    assert len(calls) == num_layers * (1 if checkpointing is None else 2)
-    assert largest_gradient_error(model, model_alone) < 1e-10
+    judgement = judge.compare(model, torch.float64)
+    assert 0 < judgement.error < 1e-10, judgement
+    num_calls = model.config.num_hidden_layers * (1 if checkpointing is None else 2)
+    assert [sum(lengths) for lengths in calls] == [sum(LENGTHS)] * num_calls
+    assert masks == [None] * num_calls
     assert not this_thread.packed_forwards
 
 
@@ -233,4 +217,6 @@ def test_only_the_text_part_of_a_multimodal_model_gets_our_attention(calls):
         model(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]))
     set_attention(model, "sdpa")
     assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
-    assert (packed - logits_alone(model)).abs().max() < 1e-5
+    documents = [torch.tensor([document["input_ids"]]) for document in make_documents()]
+    logits_alone = torch.cat([model(ids, use_cache=False).logits for ids in documents], 1)
+    assert (packed - logits_alone).abs().max() < 1e-5

@@ -34,15 +34,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def largest_gradient_error(model, reference):
-    """Return the largest difference of any gradient entry, relative to the largest gradient entry of the model."""
-    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
-    assert all((a is None) == (b is None) for a, b in pairs)
-    pairs = [(a, b) for a, b in pairs if a is not None]
-    assert pairs
-    return max((a - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
-
-
 def take_path_of_cuda(patch: pytest.MonkeyPatch, device: str = "cpu") -> None:
     """Let packs on this device take the path of CUDA, with the kernels of torch, for which a test has a stand-in."""
     patch.setattr(choice, "cuda_varlen_problem", lambda: None)

@@ -220,6 +220,13 @@ class ImageJudge(Judge):
         )
 
 
+class OnePack(Judge):
+    """A `Judge` of one pack of `documents`, each the tokens of one, (n,), where all cases would take too long."""
+
+    def __init__(self, pristine: nn.Module, documents: list[Tensor]):
+        self._start(pristine, {"": documents}, packed, {ALONE: alone})
+
+
 class PrefixJudge(Judge):
     """A `Judge` of packs whose documents share prefixes; it compares the logits that predict a token."""
 

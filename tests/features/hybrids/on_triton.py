@@ -38,7 +38,7 @@ import torch
 from features.hybrids.faults import BEHIND_PROOF, ONE
 from support.features import sharing
 from sweep import zoo
-from sweep.judge import ALONE, TOLERANCE, Judge, PrefixJudge, alone, packed
+from sweep.judge import TOLERANCE, OnePack, PrefixJudge
 
 from trl_packfix.isolation.packed_model import PackedModel
 
@@ -46,19 +46,14 @@ LENGTHS = (19, 5, 1, 30)
 PACKAGES = ("triton", "flash-linear-attention", "mamba_ssm")
 
 
-class OnePack(Judge):
-    """Judge one pack only, because the interpreter is slow."""
-
-    def __init__(self, pristine: torch.nn.Module):
-        documents = [torch.randint(zoo.FIRST_WORD, zoo.VOCABULARY, (n,)) for n in LENGTHS]
-        self._start(pristine, {"": documents}, packed, {ALONE: alone})
-
-
 def compare(model_type: str, shares_prefixes: bool, leaks: bool) -> float:
     """Where documents share prefixes scans begin with the states of others, and with a leak anew."""
     pristine = tiny(model_type)
     model = tiny(model_type)
-    judge = PrefixJudge(pristine) if shares_prefixes else OnePack(pristine)
+    if shares_prefixes:
+        judge = PrefixJudge(pristine)
+    else:  # one pack only, because the interpreter is slow
+        judge = OnePack(pristine, [torch.randint(zoo.FIRST_WORD, zoo.VOCABULARY, (n,)) for n in LENGTHS])
     with ExitStack() as stack:
         if leaks:
             fault = ONE["states_forgotten"] if shares_prefixes else BEHIND_PROOF["boundary_of_mixers"]
