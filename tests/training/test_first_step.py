@@ -1,6 +1,6 @@
 """The first step is compared with unpacked training, and what is wrong with it is refused and named."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -56,17 +56,27 @@ def make(folder, model="llama", dataset=None, **settings):
     return build_trainer(folder, dataset or rows(), model, **options)
 
 
+@contextmanager
+def faulty(name, fault):
+    """Within this context a method of `FirstStep` runs with a fault, behind the proof of the model.
+
+    Give a list to which each call of it adds what it returns.
+    """
+    returned = []
+    right = getattr(FirstStep, name)
+
+    def with_fault(self, *args):
+        with fault():
+            returned.append(right(self, *args))
+        return returned[-1]
+
+    with mock.patch.object(FirstStep, name, with_fault):
+        yield returned
+
+
 def compare(trainer, fault=nullcontext):
     """Return the comparison, with a fault behind the proof of the model; the step follows if it passes."""
-    comparisons = []
-    right = FirstStep.compare
-
-    def with_fault(self):
-        with fault():
-            comparisons.append(right(self))
-        return comparisons[0]
-
-    with mock.patch.object(FirstStep, "compare", with_fault):
+    with faulty("compare", fault) as comparisons:
         try:
             trainer.train()
         except PackingLeakError as error:
@@ -275,19 +285,10 @@ def test_a_fault_is_named(tmp_path, fault, settings, named):
 def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
     """Under "repair" documents run as rows, as after a leak that the proof found. A fault of the loss is refused."""
     trainer = make(tmp_path, on_leak="repair")
-    compared = []
-    right = FirstStep.compare
-
-    def with_fault(self):
-        with FAULTS[fault][0]():
-            comparison = right(self)
-        compared.append(comparison.problem is None)
-        return comparison
-
     refused = pytest.raises(PackingLeakError, match="packed and unpacked before the first step: the loss is")
-    with mock.patch.object(FirstStep, "compare", with_fault), nullcontext() if helps else refused:
+    with faulty("compare", FAULTS[fault][0]) as comparisons, nullcontext() if helps else refused:
         trainer.train()
-    assert compared == [False, helps]
+    assert [comparison.problem is None for comparison in comparisons] == [False, helps]
     assert trainer.packed_model.is_unpacked
     lines = dict(trainer.packing_report.lines())
     assert "UNPACKED, documents as rows of padded batches, because in the first step" in lines["attention"]
@@ -305,15 +306,8 @@ def test_longer_documents_that_leak_are_refused(tmp_path):
         return [num_tokens] if num_tokens >= 180 else right(bounds, num_tokens)
 
     trainer = make(tmp_path, dataset=rows((60, 190)), gradient_accumulation_steps=1)
-    right = FirstStep.compare_longer
-    fault = changed(varlen, "_lengths_between", beyond)
-
-    def with_fault(self, batches):
-        with fault():
-            right(self, batches)
-
     with (
-        mock.patch.object(FirstStep, "compare_longer", with_fault),
+        faulty("compare_longer", changed(varlen, "_lengths_between", beyond)),
         pytest.raises(PackingLeakError, match=r"A document of 190 tokens .* of up to 32 tokens they did not"),
     ):
         trainer.train()
