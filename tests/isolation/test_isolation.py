@@ -10,7 +10,7 @@ import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope, select_attention
-from support.runs import build_trainer, texts
+from support.runs import build_trainer, texts, weights
 from support.versions import current_models
 from sweep import zoo
 
@@ -224,7 +224,7 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
             trainer.packed_model.attach_packed_attention()
         trainer.train()
         assert (trainer.packing_report.isolation is not None) is probed
-        results.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        results.append(weights(trainer))
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]
         logs.append([(entry["loss"], entry["num_tokens"]) for entry in entries])
     assert torch.equal(*results)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope
-from support.runs import build_trainer, packed_model, texts
+from support.runs import build_trainer, gradient_of, packed_model, texts
 from support.versions import enable_checkpointing, newest_models
 from sweep import zoo
 from sweep.judge import packed
@@ -119,7 +119,7 @@ def gradients(model, batches):
     """Return the gradients of the summed losses, with one backward behind all forwards."""
     model.zero_grad()
     sum(model(**batch, labels=batch["input_ids"]).loss for batch in batches).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return gradient_of(model)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -9,12 +9,11 @@ from itertools import islice, pairwise, permutations
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
 from support.planners import make_epochs, make_stream, of_units
-from support.runs import build_trainer, texts, weights
+from support.runs import build_trainer, texts, weights, weights_of
 
 from trl_packfix import version
 from trl_packfix.cli.forecast import Forecast
@@ -129,7 +128,7 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
     settings |= {"optim": "sgd", "learning_rate": 0.1}
     for model in ("gpt2", "llama"):
         model = build_tiny_model(model, n_embd=32, n_head=4, n_layer=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
-        start_weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        start_weights = weights_of(model)
         for packing in (False, True):
             trainer = build_trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
             trainer.train()

@@ -10,7 +10,7 @@ import trl
 from accelerate.utils import DistributedType
 from features.images.processed import documents_of
 from support.rounding import LIMIT, weight_difference
-from support.runs import config, weights
+from support.runs import config, gradient_of, weights
 from support.vision import ROWS, SGD, build_model, make, message, rows
 from torch.nn.utils import parameters_to_vector
 
@@ -51,10 +51,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
         logits = unpacked(**trainer.data.reading.examples.unpacked_batch(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
-    packed, expected = (
-        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        for model in (trainer.model, unpacked)
-    )
+    packed, expected = map(gradient_of, (trainer.model, unpacked))
     assert (packed - expected).norm() / expected.norm() < 1e-5
 
 
