@@ -136,24 +136,24 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def output_of(capsys):
-    """Return a function that runs a command of the package, checks its exit code and returns all that it writes."""
+def run_command(capsys):
+    """Return a function that runs a command of the package, checks its exit code and returns (stdout, stderr)."""
 
-    def run_command(*words, code=0):
+    def run(*words, code=0):
         capsys.readouterr()
         assert main([*map(str, words)]) == code
-        return "".join(capsys.readouterr())
+        return capsys.readouterr()
 
-    return run_command
+    return run
 
 
 @pytest.fixture
-def printed(capsys):
-    """Return a function that runs a command of the package, checks its exit code and returns the JSON it prints."""
+def output_of(run_command):
+    """Return a function that runs a command as `run_command` does, and returns all that it writes."""
+    return lambda *words, code=0: "".join(run_command(*words, code=code))
 
-    def run_command(*words, code=0):
-        capsys.readouterr()
-        assert main([*map(str, words), "--json"]) == code
-        return json.loads(capsys.readouterr().out)
 
-    return run_command
+@pytest.fixture
+def printed(run_command):
+    """Return a function that runs a command as `run_command` does, and returns the JSON it prints."""
+    return lambda *words, code=0: json.loads(run_command(*words, "--json", code=code).out)

@@ -159,6 +159,3 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
     trainer = build_trainer(tmp_path, DOCUMENTS, **settings, **OURS | SGD)
     batches = list(trainer.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 96
-
-
-# Restarts
