@@ -17,10 +17,14 @@ ANSWER = [{"role": "assistant", "content": "four of them"}]
 TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
 
 
+# Settings of a trainer in fp32 that saves nothing, and logs every step
+PLAIN_RUN = {"bf16": False, "gradient_checkpointing": False, "report_to": [], "save_strategy": "no", "logging_steps": 1}
+PLAIN_RUN |= {"disable_tqdm": True}
+
+
 def config(folder, config_class=SFTConfig, **kwargs):
-    defaults = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
-    defaults |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1}
-    defaults |= {"disable_tqdm": True} | ({"packing_report": False} if config_class is SFTConfig else {})
+    defaults = PLAIN_RUN | {"packing": True, "max_length": 64, "per_device_train_batch_size": 2, "use_cpu": True}
+    defaults |= {"packing_report": False} if config_class is SFTConfig else {}
     defaults |= {f"{name}_strategy": "steps" for name in ("save", "eval") if f"{name}_steps" in kwargs}
     return config_class(str(folder), **(defaults | kwargs))
 
