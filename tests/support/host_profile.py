@@ -55,14 +55,14 @@ class IdleKernels(StrictVarlen):
 
     def forward(self, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         if not self.is_idle:
-            return self._forward(q, *args, **options)
+            return super().forward(q, *args, **options)
         sums = torch.zeros(q.shape[1], len(q))
         seed = torch.zeros(2, dtype=torch.uint64)
         return torch.zeros_like(q), sums, seed, torch.zeros((), dtype=torch.uint64), q.new_empty(0)
 
     def backward(self, grad: Tensor, *states: Any, **options: Any) -> tuple[Tensor, ...]:
         if not self.is_idle:
-            return self._backward(grad, *states, **options)
+            return super().backward(grad, *states, **options)
         return tuple(torch.zeros_like(x) for x in states[:3])
 
 
@@ -100,15 +100,12 @@ class HostProfile(TrainerCallback):
 @contextmanager
 def kernels_in_place() -> Iterator[IdleKernels]:
     """Give torch's operators of FlashAttention, and transformers' path to flash-attn, kernels on the CPU."""
-    kernels = IdleKernels()
     utils = modeling_flash_attention_utils
     functions = (None, varlen_function, None, utils._pad_input, utils._unpad_input)
     loaded = functions, (utils._lazy_define_process_function(varlen_function), None)
-    with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("aten", "IMPL") as operators:
+    with pytest.MonkeyPatch.context() as patch, IdleKernels().registered() as kernels:
         take_path_of_cuda(patch)
         patch.setattr(utils, "lazy_import_flash_attention", lambda *args, **options: loaded)
-        operators.impl("_flash_attention_forward", kernels.forward, "CPU")
-        operators.impl("_flash_attention_backward", kernels.backward, "CPU")
         yield kernels
 
 

@@ -13,6 +13,7 @@ float64 is allowed, too, so that a difference can be told from rounding. Not sho
 additions, streams, memory, speed.
 """
 
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -32,12 +33,20 @@ class StrictVarlen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ATEN._flash_attention_forward.default:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         if func is ATEN._flash_attention_backward.default:
-            return self._backward(*args, **kwargs)
+            return self.backward(*args, **kwargs)
         return func(*args, **(kwargs or {}))
 
-    def _forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options):
+    @contextmanager
+    def registered(self):
+        """Within this context torch has the operators for the CPU. Under a dispatch mode it would compile nothing."""
+        with torch.library._scoped_library("aten", "IMPL") as operators:
+            operators.impl("_flash_attention_forward", self.forward, "CPU")
+            operators.impl("_flash_attention_backward", self.backward, "CPU")
+            yield self
+
+    def forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options):
         assert dropout == 0
         assert not debug
         self.forwards.append((len(q), len(k), len(cu_q) - 1, causal or options["window_size_right"] == 0))
@@ -49,7 +58,7 @@ class StrictVarlen(TorchDispatchMode):
             lse[:, rows] = lse[:, rows].masked_fill(lse[:, rows] == -torch.inf, torch.inf)
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), q.new_empty(0)
 
-    def _backward(self, g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, **options):
+    def backward(self, g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, **options):
         assert dropout == 0
         assert seed.dtype == torch.uint64
         assert g.dtype == out.dtype == q.dtype

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support.attention import take_path_of_cuda
 from support.features import marked
 from support.models import build_tiny_model
 from support.runs import build_trainer, weights
@@ -23,7 +24,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
-from trl_packfix.attention import choice, flash, varlen
+from trl_packfix.attention import flash
 from trl_packfix.attention.forwards import CarryingCheckpoint
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered
 from trl_packfix.attention.varlen import varlen_attention
@@ -87,17 +88,10 @@ class CompiledCalls(TrainerCallback):
 
 @pytest.fixture
 def flash_on_cpu(monkeypatch):
-    """Take our path of CUDA with a stand-in for its kernels; under a dispatch mode torch would compile nothing.
-
-    The stand-in also computes in fp64, so that a mistake is told from rounding.
-    """
-    kernels = StrictVarlen()
-    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    """Take our path of CUDA with a stand-in for its kernels, also in fp64, so that a mistake is told from rounding."""
+    take_path_of_cuda(monkeypatch)
     monkeypatch.setattr(flash, "CUDA_DTYPES", (*flash.CUDA_DTYPES, torch.float64))
-    with torch.library._scoped_library("aten", "IMPL") as operators:
-        operators.impl("_flash_attention_forward", lambda *args, **options: kernels._forward(*args, **options), "CPU")
-        operators.impl("_flash_attention_backward", lambda *args, **options: kernels._backward(*args, **options), "CPU")
+    with StrictVarlen().registered() as kernels:
         yield kernels
 
 

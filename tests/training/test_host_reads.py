@@ -2,6 +2,7 @@
 
 import pytest
 import trl
+from support.attention import take_path_of_cuda
 from support.features import marked
 from support.host_reads import ReadsOfSteps
 from support.runs import run_training, texts
@@ -9,7 +10,6 @@ from support.strict_varlen import StrictVarlen
 from support.versions import trl_trains
 
 from trl_packfix import SFTTrainer
-from trl_packfix.attention import choice, varlen
 
 # transformers compares positions to find documents, although no mask is made for packs
 OF_TRANSFORMERS = "transformers/masking_utils.py:find_packed_sequence_indices"
@@ -44,8 +44,7 @@ def stock(tmp_path_factory):
 @pytest.mark.parametrize("name", marked(OURS))
 def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_path, monkeypatch):
     """On the path of CUDA, with a stand-in for the kernels; TRL's loss runs without its Triton kernels here."""
-    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    take_path_of_cuda(monkeypatch)
     with StrictVarlen() as kernels:
         places, total, trainer = reads(tmp_path, SFTTrainer, **OURS[name])
     assert len(kernels.backwards) >= 7 * 2

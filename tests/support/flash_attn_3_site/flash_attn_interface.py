@@ -58,7 +58,7 @@ def _fwd(q, k, v, *more):
     if Strict.fault == "forward":
         raise RuntimeError("FlashAttention-3 only supports Hopper GPUs in this build.")
     _check(q, k, v)
-    out, lse, *_ = _numbers._forward(
+    out, lse, *_ = _numbers.forward(
         q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale, window_size_left=window_left,
         window_size_right=right,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def _bwd(g, q, k, v, out, lse, dq, dk, dv, *more):
         raise RuntimeError("Deterministic backward not supported for hdim 256.")
     _check(q, k, v, g, out)
     seed = torch.zeros(2, dtype=torch.uint64)
-    grads = _numbers._backward(
+    grads = _numbers.backward(
         g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, None, scale=scale,
         window_size_left=window_left, window_size_right=right,
     )  # fmt: skip
