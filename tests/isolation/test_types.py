@@ -8,7 +8,6 @@ import torch
 from support.features import PRESENT, needs, sharing
 from support.versions import IS_5_24, current_models
 from sweep import zoo
-from sweep.double import in_double
 from sweep.judge import Judge, PrefixJudge, packed
 
 from trl_packfix import check_isolation
@@ -120,10 +119,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         assert wanted.repaired or shares or "a scan that cannot begin with the state of a prefix" in reason
         assert not wanted.repaired or reason.startswith("these modules are repaired")
     if shares:  # logits and every gradient, in fp64
-        for built_model in (model, pristine):
-            built_model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-        with in_double():
-            judgement = PrefixJudge(pristine).compare(model, torch.float64)
+        judgement = PrefixJudge(pristine).compare(model, torch.float64)
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
         assert judgement.refusal is None, judgement
         assert 0 < judgement.error < limit, judgement

@@ -33,7 +33,6 @@ from support.launch import print_rows, seen_by
 from support.runs import build_trainer, texts
 from support.strict_varlen import StrictVarlen
 from sweep import page, zoo
-from sweep.double import in_double
 from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 
@@ -56,13 +55,8 @@ def judge(model_type: str) -> dict:
     recorded()
     judgement = truth.judge(model)
     row |= {"right": judgement.right, "error": judgement.error, "refusal": judgement.refusal} | recorded()
-    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    truth.pristine.set_experts_implementation("eager")
-    shares = PrefixJudge(zoo.build_model(model_type))
-    shares.pristine.set_experts_implementation("eager")
-    with in_double():
-        exact = truth.compare(model, torch.float64)
-        shared = shares.compare(model, torch.float64)
+    exact = truth.compare(model, torch.float64)
+    shared = PrefixJudge(zoo.build_model(model_type)).compare(model, torch.float64)
     row |= {"shared": shared.error, "shared_refusal": shared.refusal, "shared_calls": recorded()["calls"]}
     return row | {"exact": exact.decisive, "seconds": round(time.process_time() - started, 1)}
 
