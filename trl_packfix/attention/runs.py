@@ -225,6 +225,7 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
 @once_per_pack
 def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
     """Return the launches that `pack.launches` lists, each for neighbouring documents of similar length."""
+    assert pack.kv_index is None, "a launch by length reads the keys of its own rows, and none of prefixes"
     launches = []
     for first_document, stop_document, first_token, stop_token, longest in pack.launches:
         bounds = pack.cu_seq_lens_q[first_document : stop_document + 1] - first_token

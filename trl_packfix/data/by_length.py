@@ -77,7 +77,12 @@ class ByLength:
         longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))
         # `like`: the sorted documents are for the same group of ranks as the pack
         batch = self.collate(RankShare.like(pack, longest_first))
+        layout = layout_of(batch)  # made from the boundaries if the batch has none
+        if layout.shares_rows:
+            # The boundaries are those of runs, which also read keys of their prefixes. `attention/runs.py` plans the
+            # launches of such a pack, by the number of keys
+            return batch
         launches = plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"])
-        if launches:  # `layout_of` makes the layout from the boundaries if the batch has none
-            batch[LAYOUT_KEY] = replace(layout_of(batch), launches=launches)
+        if launches:
+            batch[LAYOUT_KEY] = replace(layout, launches=launches)
         return batch

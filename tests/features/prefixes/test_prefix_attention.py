@@ -21,6 +21,8 @@ from trl_packfix.attention.kernels import math_attention
 from trl_packfix.attention.packed_forward import packed_forward_entered, this_thread
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
+from trl_packfix.data import by_length
+from trl_packfix.data.loaders import PackCollator
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
@@ -107,6 +109,19 @@ def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
     assert len(calls.forwards) == len(calls.backwards) == 2
     copied = [keys for _, keys, _, _ in calls.forwards]
     assert max(copied) <= num_rows < sum(copied) == num_keys
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_packs_sorted_by_length_read_their_prefixes(name, monkeypatch):
+    """On CUDA the trainer sorts packs by length. A launch for runs of one length has no keys of prefixes."""
+    monkeypatch.setattr(by_length, "LENGTH_CLASSES", (8, 40))
+    monkeypatch.setattr(by_length, "TILE_QUERIES", 4)
+    documents = [[1] * 12 + [2 + i] * length for i, length in enumerate([70, 33, 20, 7, 5, 3, 2])]
+    collate = by_length.ByLength(PackCollator(PrefixCollator(min_shared=1)))
+    batch = collate([{"input_ids": tokens} for tokens in documents])
+    assert by_length.plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]), "runs have similar lengths"
+    with StrictVarlen():
+        assert max(differences(attend_pack_on_cuda, pack_of(batch), **FEATURES[name])) < 1e-12
 
 
 @pytest.mark.parametrize("head_dim", [8, 512])
