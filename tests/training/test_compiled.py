@@ -138,6 +138,14 @@ def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path):
 
 
 @compiles_inputs
+def test_a_second_training_compiles_its_layers_too(flash_on_cpu, tmp_path, capsys):
+    trainer, counted = train(tmp_path, max_steps=2, gradient_checkpointing=False)
+    trainer.train()
+    assert counted.calls == [0, num_linear_layers(trainer)] * 2
+    assert capsys.readouterr().out.count("torch_compile: 1 of 1 layers compiled, 1 graph") == 2
+
+
+@compiles_inputs
 def test_no_pack_is_compiled_anew_after_the_second(flash_on_cpu, tmp_path):
     trainer, counted = train(tmp_path, max_steps=1)
     rng = np.random.default_rng(0)

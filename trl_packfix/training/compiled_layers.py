@@ -156,6 +156,7 @@ class CompileLayers(TrainerCallback):
         self._layers = []
         if self._backend is not None:
             self._backend.stop()  # torch keeps the backend with its graphs, and the layers should be freed
+            self._backend = None  # the next training compiles after its first step
 
 
 def compile_layers(layers: list[nn.Module], backend: Callable[..., Callable[..., Any]]) -> None:
