@@ -5,8 +5,7 @@ A resumed run trains every document of its epoch once, also those that were trai
 
     1. `begin_checkpoint` and `end_checkpoint` write the state into a checkpoint (`checkpoints.py` has its files).
     2. `choose_checkpoint` chooses the checkpoint from which a run resumes, and reads its state.
-    3. `check_training_set` and `resume_loader` compare the state with this run before its first step, and let the
-       training set continue from the position of the checkpoint.
+    3. `check_training_set` compares the state with this run before its first step.
 
 The position among the documents is saved and continued by the training set itself, a table (`table_source.py`) or a
 stream (`stream_source.py`).
@@ -183,25 +182,6 @@ class Restart(TrainerPart):
         self._data.source.restore_plan(None if self.args.ignore_data_skip else self.resumed)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
-
-    def resume_position(self, values: tuple[int, int]) -> tuple[int, int]:
-        """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
-
-        Args:
-            values: the two numbers as transformers has computed them, which are right if no plan is resumed.
-        """
-        if self.resumed is None or self.args.ignore_data_skip:
-            return values
-        _, state = self.resumed
-        return self._data.source.resume_position(values, state)
-
-    def resume_loader(self, checkpoint: str | None, max_steps: int) -> None:
-        """Let the loader continue from the position saved in `checkpoint`. `max_steps` are the steps of the run."""
-        if checkpoint is not None:
-            # transformers discards the micro-batches of the running epoch that were trained. The loader of a stream has
-            # no length, so for transformers an epoch has `max_steps` steps. A table does not read the number
-            num_steps = self._trainer.state.global_step % max_steps
-            self._data.source.resume_loader(checkpoint, num_steps * self.args.gradient_accumulation_steps)
 
     def begin_checkpoint(self, trial: object) -> None:
         """Mark the folder of the checkpoint of this step as unfinished. All ranks must call it.

@@ -187,9 +187,10 @@ class Source(TrainerPart, ABC):
 
     # Steps and restarts. The methods that are not abstract are right for a run whose epochs have equally many steps.
 
-    @abstractmethod
     def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
         """Continue the plan of a checkpoint, or refuse the checkpoint. Called when the loader is made, in every run.
+
+        Here it does nothing, for a training set that is not planned ahead.
 
         Args:
             resumed: the checkpoint and its state; None for a fresh run, and with `ignore_data_skip`.
@@ -204,12 +205,11 @@ class Source(TrainerPart, ABC):
         """
         return values
 
-    def resume_position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
-        """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
+    def resume_position(self, values: tuple[int, int]) -> tuple[int, int]:
+        """Return the epoch in which a run begins or resumes, and how many of its micro-batches were trained.
 
         Args:
-            values: the two numbers as transformers has computed them.
-            state: the state of the checkpoint.
+            values: the two numbers as transformers has computed them, which are right if no plan is resumed.
         """
         return values
 
@@ -217,12 +217,11 @@ class Source(TrainerPart, ABC):
         """Return the number of optimizer steps of an epoch; None if all epochs have the same number."""
         return None
 
-    @abstractmethod
-    def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
-        """Set the loader so that training continues from a checkpoint.
+    def resume_loader(self, checkpoint: str) -> None:
+        """Set the loader so that training continues from a checkpoint. Called once transformers knows the step.
 
-        Afterwards transformers reads `num_skipped` micro-batches from the loader and discards them. The micro-batch
-        behind these must be the first after the checkpoint.
+        Afterwards transformers discards the micro-batches of the running epoch that were trained. The micro-batch
+        behind these must be the first after the checkpoint. Here it does nothing, for a loader that follows a plan.
         """
 
     @abstractmethod

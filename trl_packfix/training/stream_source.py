@@ -121,19 +121,17 @@ class StreamSource(Source):
 
     # Restarts
 
-    def restore_plan(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
-        """Do nothing: `resume_loader` continues a stream, once transformers knows the step."""
-
-    def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
-        """Set the stream to its position in a checkpoint.
-
-        The stream first yields `num_skipped` empty micro-batches, which transformers discards.
-        """
-        if self.stream is not None:
-            step = self._trainer.state.global_step
-            resume_stream_at(
-                self.stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip
-            )
+    def resume_loader(self, checkpoint: str) -> None:
+        """Set the stream to its position in a checkpoint."""
+        if self.stream is None:
+            return
+        step = self._trainer.state.global_step
+        # transformers discards the micro-batches of the running epoch that were trained, so the stream first yields as
+        # many empty ones. The loader of a stream has no length, so for transformers an epoch has `max_steps` steps
+        num_skipped = step % self.args.max_steps * self.args.gradient_accumulation_steps
+        resume_stream_at(
+            self.stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip
+        )
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
         """Write the position of this rank into a file of a checkpoint. Return {}: its state gets no further entry."""

@@ -73,6 +73,8 @@ class TableSource(Source):
         super().__init__(trainer, data)
         self.planner: EpochPlanner | None = None
         self.settings: dict[str, Any] = {}
+        # The state of the checkpoint whose plan is continued; None for a fresh run, and with `ignore_data_skip`
+        self._resumed_state: dict[str, Any] | None = None
         # The changed settings because of which the remaining documents are planned anew; {} if they are not
         self._replanned_for: ChangedSettings = {}
 
@@ -164,10 +166,12 @@ class TableSource(Source):
         if self.planner is None:
             return
         self.settings = settings_of(self.planner, self.reader)
+        self._resumed_state = None
         self._replanned_for = {}
         if resumed is not None:
             checkpoint, state = resumed
             self._replanned_for = continue_planner(checkpoint, state, self.settings, planner=self.planner)
+            self._resumed_state = state
 
     @property
     def _planner_if_uneven(self) -> EpochPlanner | None:
@@ -189,14 +193,14 @@ class TableSource(Source):
         num_steps = planner.total_steps(self.args.num_train_epochs)
         return epochs, *values_between, num_steps
 
-    def resume_position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
-        """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
+    def resume_position(self, values: tuple[int, int]) -> tuple[int, int]:
+        """Return the epoch in which a run begins or resumes, and how many of its micro-batches were trained."""
         planner = self.planner
-        if planner is None:
+        if planner is None or self._resumed_state is None:
             return values
         step = self._trainer.state.global_step
         total = self._trainer.state.max_steps
-        before = state.get("max_steps")
+        before = self._resumed_state.get("max_steps")
         epoch, num_trained_steps = planner.position(step)  # the epoch of the next step, and its steps before this one
         if self._replanned_for and self._trainer.is_world_process_zero():
             num_remaining = len(planner.documents) - int(planner.trained_documents(epoch, num_trained_steps).sum())
@@ -213,9 +217,6 @@ class TableSource(Source):
         """Return the number of optimizer steps of an epoch; None if all epochs have the same number."""
         planner = self._planner_if_uneven
         return None if planner is None else planner.steps_of(epoch)
-
-    def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
-        """Do nothing: `restore_plan` has continued the plan, and the loader follows the plan."""
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
         """Write which documents are trained into a checkpoint, and return the entries for its state."""

@@ -407,7 +407,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.training_objective.start_training()
         self._flops_per_token = None
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.restart.resume_loader(resume_from_checkpoint, max_steps)
+        if resume_from_checkpoint is not None:
+            self.data.source.resume_loader(resume_from_checkpoint)
         return model, loader
 
     # The three methods below tell transformers the number of optimizer steps of each epoch. transformers assumes that
@@ -422,7 +423,7 @@ class SFTTrainer(trl.SFTTrainer):
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
         epoch, num_micro_batches = super()._init_training_state(*arguments)
-        return self.restart.resume_position((epoch, num_micro_batches))
+        return self.data.source.resume_position((epoch, num_micro_batches))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch with the number of optimizer steps that its plan has."""
