@@ -55,7 +55,7 @@ def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) 
         "weights": [weights_of(unbroken), weights_of(resumed)],
         "tokens": tokens,
         "seen": [unbroken.seen, resumed.seen],
-        "steps_to_compare": resumed.training_objective.same_pack_check.num_remaining_steps if row.shares else None,
+        "steps_to_compare": resumed.training_objective.num_steps_to_compare if row.shares else None,
         "reports": [trainer.packing_report.to_dict() for trainer in (unbroken, resumed)],
     }
 

@@ -2,7 +2,9 @@
 
 Ranks read the same packs in two cases: with sequence parallelism the ranks of a *group* hold parts of one pack (the
 number of ranks is the *degree*), and with tensor parallelism neighbouring ranks divide the layers of the model.
-`objective.py` calls `SamePackCheck.compare_packs` with the micro-batches of each optimizer step.
+Different packs may have equal shapes, so that training would go on without an error. `objective.py` compares the
+micro-batches of the first optimizer steps for a table, and of all steps for a stream, and `first_step.py` compares the
+packs of its own step.
 """
 
 from typing import Any
@@ -11,38 +13,11 @@ import torch
 from accelerate.utils import gather
 
 from ..layout import layout_of
-from .loading import TrainingData
 
 COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # the tensors of a batch that are compared
 
 
-class SamePackCheck:
-    """Compares the packs of ranks that must read the same packs: of a table in the first steps, of a stream in all.
-
-    Different packs may have equal shapes, so that training would go on without an error. Ranks plan a table alike, and
-    each rank reads a stream by itself, so ranks may read different packs of a stream in any step.
-
-    Attributes:
-        num_remaining_steps: the number of optimizer steps in which packs will be compared.
-    """
-
-    def __init__(self, data: TrainingData) -> None:
-        self._data = data
-        self.num_remaining_steps = 0
-
-    def start_training(self) -> None:
-        """Set the number of optimizer steps in which packs will be compared."""
-        self.num_remaining_steps = self._data.source.num_compared_steps if self._data.ranks.may_share_packs else 0
-
-    def compare_packs(self, batches: list[dict[str, Any]]) -> None:
-        """Raise ValueError if ranks have read different packs as micro-batches of an optimizer step."""
-        if not self.num_remaining_steps or not batches:
-            return
-        self.num_remaining_steps -= 1
-        check_same_packs(batches, self._data.ranks.copies)
-
-
-def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
+def check_same_packs(batches: list[dict[str, Any]], copies: int) -> None:
     """Raise ValueError if ranks that must have the same pack have different packs. All ranks must call it.
 
     Every rank compares the packs of all ranks, because ranks that read different documents may choose different

@@ -1,11 +1,12 @@
 """Compute the training loss of a micro-batch, and count what was trained for the log.
 
-The trainer (`trainer.py`) constructs one `Objective` and calls it at four places of an optimizer step:
+The trainer (`trainer.py`) constructs one `Objective` and calls it at five places of an optimizer step:
 
     1. `count_step` counts the trained tokens of all micro-batches of the step. The loss is divided by this number.
-    2. `pop_row_values` takes the weights and sources of documents out of a micro-batch before the model gets it.
-    3. `compute_loss` runs the model on a micro-batch, and returns its share of the loss of the step.
-    4. `add_metrics` adds what was counted since the last log to the log (`totals.py`).
+    2. `compare_packs` checks that ranks that must read the same packs have done so (`groups.py`).
+    3. `pop_row_values` takes the weights and sources of documents out of a micro-batch before the model gets it.
+    4. `compute_loss` runs the model on a micro-batch, and returns its share of the loss of the step.
+    5. `add_metrics` adds what was counted since the last log to the log (`totals.py`).
 
 The loss is a mean over an optimizer step. With `document_weighting="token"` loss and gradients are TRL's, to the bit.
 With "document" every document counts the same, whatever its length (LongAlign, arXiv 2401.18058). With `weight_column`
@@ -43,7 +44,7 @@ from ..feature import features_of
 from ..layout import Layout, Sizes, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from .flops import own_peak_tflops, trained_share, training_flops
-from .groups import SamePackCheck
+from .groups import check_same_packs
 from .lm_head import score_tokens
 from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
@@ -70,7 +71,7 @@ class Objective(TrainerPart):
         row_values: weights and sources of the documents of the current micro-batch, each of shape (N,), by key.
         fused_head_is_exact: whether the fused LM head, from which the loss is computed, gives the log-probabilities of
             the model's own logits. The callback `BeforeTraining` sets it, and `first_step.py` reads it.
-        same_pack_check: the check that ranks that share packs read the same packs.
+        num_steps_to_compare: in how many further optimizer steps ranks that must read the same packs compare them.
     """
 
     totals: TrainingTotals
@@ -86,7 +87,7 @@ class Objective(TrainerPart):
         self.summed_by_ranks: list[nn.Parameter] = []
         self.row_values: dict[str, Tensor] = {}
         self.fused_head_is_exact = True
-        self.same_pack_check = SamePackCheck(data)
+        self.num_steps_to_compare = 0
 
     def prepare_model(self) -> None:
         """Prepare the loaded model for this loss, and create the totals. Called once, at the end of the constructor."""
@@ -129,7 +130,7 @@ class Objective(TrainerPart):
         training_set = self._data.source
         # The names of data sources: of a table all are known now, and a stream numbers them as they are read
         self.totals.set_sources(training_set.row_values.names, training_set.numbered_sources)
-        self.same_pack_check.start_training()
+        self.num_steps_to_compare = training_set.num_compared_steps if self._data.ranks.may_share_packs else 0
         self.summed_by_ranks = parameters_summed_by_ranks(self.base_model)
 
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
@@ -334,6 +335,12 @@ class Objective(TrainerPart):
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
         # `batch_to_count` returns labels to count: one for each target, also if documents share the token
         return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
+
+    def compare_packs(self, batches: list[dict[str, Any]]) -> None:
+        """Raise ValueError if ranks that must read the same packs have different micro-batches in an optimizer step."""
+        if self.num_steps_to_compare and batches:
+            self.num_steps_to_compare -= 1
+            check_same_packs(batches, self._data.ranks.copies)
 
     # Auxiliary terms
 

@@ -454,7 +454,7 @@ class SFTTrainer(trl.SFTTrainer):
         # First, ranks that share a pack check that they have read the same pack. Then the batches on which the user's
         # code will run are counted, all but dummies. At last, `compare_longer` looks for a document that is at least
         # twice as long as any that it has compared. It computes this document in a pack and by itself, and compares.
-        self.training_objective.same_pack_check.compare_packs(batches)
+        self.training_objective.compare_packs(batches)
         self.user_code.count_batches_for_user_code(batches)
         if self.args.packing:
             self.first_step.compare_longer(batches)

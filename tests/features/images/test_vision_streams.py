@@ -15,7 +15,6 @@ from support.vision import FEATURES, SGD, conversations, make, rows
 from trl_packfix.data.stream import FinishedPacks, PackedStream
 from trl_packfix.features.images.stream import ENCODED, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
-from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.trainer_view import DataRanks
 
 pytestmark = pytest.mark.slow
@@ -219,9 +218,8 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     trainer.data.ranks = DataRanks.from_args(
         SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1
     )
-    check = SamePackCheck(trainer.data)
-    check.start_training()
-    assert check.num_remaining_steps == 9
+    trainer.training_objective.start_training()
+    assert trainer.training_objective.num_steps_to_compare == 9
 
 
 # Weights and sources, bad rows, evaluation
