@@ -11,12 +11,12 @@ from trl_packfix.isolation.check_step import (
     Law,
     _check_documents,
     _is_active_dropout,
-    _mask_labels,
     _misleading_packs,
-    _num_trained,
     _rounding_noise,
     _StepProbe,
     check_step,
+    count_trained,
+    mask_labels,
 )
 from trl_packfix.isolation.gradients import NUM_VECTORS
 
@@ -35,7 +35,7 @@ def vector_of(document):
     """Return products that depend on what a right step sees: the inputs but the last, and the labels but the first."""
     seed = hash((*document["input_ids"][:-1], 0, *document["labels"][1:])) % 2**31
     vector = torch.randn(1, NUM_VECTORS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return vector * (_num_trained(document) > 0)
+    return vector * (count_trained(document) > 0)
 
 
 def right(groups):
@@ -94,13 +94,13 @@ def test_an_error_with_and_without_the_first_label_breaks_the_law_of_labels(firs
 
 
 def all_trained(groups):
-    return all(_num_trained(document) for group in groups for document in group)
+    return all(count_trained(document) for group in groups for document in group)
 
 
 @pytest.mark.parametrize("place", range(5))
 def test_each_document_is_tested_among_masked_neighbours(place):
     def wrong(groups):
-        trained = [_num_trained(document) > 0 for document in groups[0]]
+        trained = [count_trained(document) > 0 for document in groups[0]]
         moves = indices_of(groups) == [[0, 1, 2, 3, 4]] and trained == [i == place for i in range(5)]
         return right(groups) + moves * vector_of(DOCUMENTS[(place + 1) % 5])
 
@@ -123,7 +123,7 @@ def test_each_misleading_pack_is_tested_at_both_ends(kind, place):
 
     def wrong(groups):
         is_pack = len(groups) == 1 and [document["input_ids"] for document in groups[0]] == misleading
-        moves = is_pack and _num_trained(groups[0][place]) > 0
+        moves = is_pack and count_trained(groups[0][place]) > 0
         return right(groups) + moves * 0.5 * vector_of(DOCUMENTS[0])
 
     probe = ScriptedStep(wrong)
@@ -147,7 +147,7 @@ def test_misleading_packs_by_hand():
     labels = {kind: [document["labels"] for document in pack] for kind, pack in packs.items()}
     assert labels["begin alike"][1] == [-100, -100, -100, -100, 31, 32, 33]
     assert labels["have the token 0 inside"][0] == [-100, 0, 22]
-    masked = _misleading_packs([_mask_labels(document) for document in documents])
+    masked = _misleading_packs([mask_labels(document) for document in documents])
     assert masked["have the token 0 inside"][0]["labels"] == [-100] * 3
     short_documents = [make_document(first, 2) for first in (10, 20, 30)]
     short = _misleading_packs(short_documents)
@@ -281,7 +281,7 @@ def test_a_gradient_is_summed_over_trained_tokens():
     micro_batches = []
     probe.step = micro_batches.extend
     probe.gradient_after = lambda step: step() or 3 * UNIT
-    gradient = _StepProbe.summed_gradient(probe, [DOCUMENTS[:2], [_mask_labels(DOCUMENTS[2])]])
+    gradient = _StepProbe.summed_gradient(probe, [DOCUMENTS[:2], [mask_labels(DOCUMENTS[2])]])
     assert torch.equal(gradient, 3 * (2 + 7) * UNIT)
     assert indices_of(micro_batches) == [[0, 1], [2]]
 
@@ -369,10 +369,10 @@ def test_a_dropout_is_active_with_a_rate_above_0_in_training(rate, training, act
 
 
 def test_the_first_token_is_never_trained():
-    assert _num_trained({"input_ids": [5, 6, 7], "labels": [5, -100, 7]}) == 1
-    assert _num_trained({"input_ids": [5, 6], "labels": [5, -100]}) == 0
-    assert _num_trained({"input_ids": [5, 6], "labels": [-100, 0]}) == 1
-    assert _num_trained({"input_ids": [5, 6, 7], "labels": [-101, -99, 7]}) == 2
+    assert count_trained({"input_ids": [5, 6, 7], "labels": [5, -100, 7]}) == 1
+    assert count_trained({"input_ids": [5, 6], "labels": [5, -100]}) == 0
+    assert count_trained({"input_ids": [5, 6], "labels": [-100, 0]}) == 1
+    assert count_trained({"input_ids": [5, 6, 7], "labels": [-101, -99, 7]}) == 2
 
 
 @pytest.mark.parametrize(

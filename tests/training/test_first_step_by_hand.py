@@ -736,7 +736,7 @@ def test_the_document_that_differs_is_named():
     def train_packed(packs):
         (pack,) = packs
         assert [len(document["input_ids"]) for document in pack] == [5, 6]
-        (trained,) = [document for document in pack if module.num_trained(document)]
+        (trained,) = [document for document in pack if module.count_trained(document)]
         return gradients_of(1.5, first=2.0, second=2.0) if trained is documents[1] else gradients_of()
 
     def train_unpacked(packs):

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -283,7 +284,7 @@ class _StepProbe:
     def test_masked(self) -> Finding:
         """Compare a step with a micro-batch without a trained token with the sum of the documents alone."""
         documents = self.documents
-        untrained = _mask_labels(max(documents, key=_num_tokens))
+        untrained = mask_labels(max(documents, key=document_length))
         sentence = "a micro-batch without a trained token adds nothing"
         try:
             return self.gap_to_total([[documents, [untrained]], [[untrained], documents]]), sentence
@@ -328,7 +329,7 @@ class _StepProbe:
 
     def _longest_with_one_label(self) -> Document:
         """Return the longest document, with only its last token trained."""
-        tokens = max(self.documents, key=_num_tokens)["input_ids"]
+        tokens = max(self.documents, key=document_length)["input_ids"]
         return {"input_ids": tokens, "labels": [IGNORE_INDEX] * (len(tokens) - 1) + tokens[-1:]}
 
     def _other_token(self, token: int) -> int | None:
@@ -378,7 +379,7 @@ class _StepProbe:
 
     def summed_gradient(self, groups: Groups) -> Tensor:
         """Return the gradient of the summed loss of one step, with one micro-batch for each group of documents."""
-        num_trained = sum(_num_trained(document) for group in groups for document in group)
+        num_trained = sum(count_trained(document) for group in groups for document in group)
         return self.gradient_after(lambda: self.step([self.collate(list(group)) for group in groups])) * num_trained
 
     def gap_to_total(self, steps: Sequence[Groups]) -> float:
@@ -393,7 +394,7 @@ class _StepProbe:
         # Ranks may get different numbers of documents of a group, as in training.
         padded_groups = [[*group, *([group[0]] * (self.num_ranks - len(group)))] for group in groups]
         documents = [document for group in padded_groups for document in group]
-        num_trained = sum(map(_num_trained, documents))
+        num_trained = sum(map(count_trained, documents))
         micro_batches = [self.collate(group[self.rank :: self.num_ranks]) for group in padded_groups]
         expected = torch.stack([self.gradients_alone[self.documents.index(document)] for document in documents]).sum(0)
         return largest_gap(self.gradient_after(lambda: self.step(micro_batches)) * num_trained, expected)
@@ -418,8 +419,8 @@ class _StepProbe:
         documents = [document | {"labels": [IGNORE_INDEX, *document["labels"][1:]]} for document in documents]
         gaps = [0.0]
         for i in indices:
-            if _num_trained(documents[i]):
-                pack = [document if j == i else _mask_labels(document) for j, document in enumerate(documents)]
+            if count_trained(documents[i]):
+                pack = [document if j == i else mask_labels(document) for j, document in enumerate(documents)]
                 gradient_in_pack = self.summed_gradient([pack])
                 gradient_alone = self.reference_gradient(documents[i])
                 # The factor with which the gradient alone is nearest to the gradient in the pack
@@ -483,19 +484,19 @@ def _is_active_dropout(module: nn.Module) -> bool:
     return module.training and "Dropout" in type(module).__name__ and isinstance(rate, float) and rate > 0
 
 
-def _num_tokens(document: Document) -> int:
+def document_length(document: Document) -> int:
     """Return the number of tokens of a document."""
     return len(document["input_ids"])
 
 
-def _num_trained(document: Document) -> int:
+def count_trained(document: Document) -> int:
     """Return the number of trained tokens of a document. Its first token is never one."""
-    return sum(label != IGNORE_INDEX for label in document["labels"][1:])
+    return int((np.asarray(document["labels"])[1:] != IGNORE_INDEX).sum())
 
 
-def _mask_labels(document: Document) -> Document:
-    """Return the document without a trained token."""
-    return document | {"labels": [IGNORE_INDEX] * len(document["labels"])}
+def mask_labels(document: Document) -> Document:
+    """Return a copy of a document without a trained token."""
+    return document | {"labels": [IGNORE_INDEX] * document_length(document)}
 
 
 def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
@@ -503,7 +504,7 @@ def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
 
     The keys say what is unusual, in words that follow "documents". Each document has at least two tokens.
     """
-    longest = sorted(documents, key=_num_tokens)[-3:]
+    longest = sorted(documents, key=document_length)[-3:]
 
     def change_lists(change: Callable[[list[int]], list[int]]) -> list[Document]:
         """Return the three documents with their tokens and labels changed in the same way."""
@@ -535,7 +536,7 @@ def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
 
 def _check_documents(documents: list[Document]) -> None:
     """Raise ValueError for documents on which the laws cannot be tested."""
-    lengths = [_num_tokens(document) for document in documents]
+    lengths = [document_length(document) for document in documents]
     uneven = [i for i, document in enumerate(documents) if len(document["labels"]) != lengths[i]]
     if uneven:
         i = uneven[0]
@@ -543,7 +544,7 @@ def _check_documents(documents: list[Document]) -> None:
             f"Document {i} was given with {lengths[i]} tokens and {len(documents[i]['labels'])} labels. Each token has "
             "a label of its own, -100 where it is not trained. Give labels that are not shifted."
         )
-    num_usable = sum(_num_tokens(document) >= 2 and _num_trained(document) > 0 for document in documents)
+    num_usable = sum(document_length(document) >= 2 and count_trained(document) > 0 for document in documents)
     if num_usable < 4 or num_usable < len(documents) or len(set(lengths)) < 3:
         raise ValueError(
             f"{len(documents)} documents were given, {num_usable} of them with a trained token, of {len(set(lengths))} "

@@ -43,6 +43,7 @@ from transformers.utils import logging
 
 from ..data.rank_share import RankShare
 from ..data.row_values import WEIGHTS
+from ..isolation.check_step import count_trained, document_length, mask_labels
 from ..isolation.gradients import SMALL_SHARE, gradient_products, largest_gap, relative_gaps
 from ..isolation.isolation_report import PackingLeakError
 from ..isolation.probe import Probe
@@ -58,12 +59,9 @@ from .step_comparison import (
     Document,
     StepComparison,
     choose_documents,
-    document_length,
     is_plain,
     is_text,
     longest_of,
-    mask_document,
-    num_trained,
     relative_distance,
     to_int64,
 )
@@ -161,7 +159,7 @@ class FirstStep(TrainerPart):
         if reason is not None:
             return StepComparison(f"not compared with unpacked training: {reason}")
         packs = self._choose_packs()
-        if not self._sum_over_ranks(sum(map(num_trained, packs[0]))):
+        if not self._sum_over_ranks(sum(map(count_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
 
         # Third, train them packed and unpacked, and measure the gaps. `run_without_draws` finds the modules that draw
@@ -273,7 +271,7 @@ class FirstStep(TrainerPart):
         """
         documents, group = self._data.source.first_documents(NUM_CANDIDATES)
         # Only documents with a trained token and a weight change the model
-        documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
+        documents = [document for document in documents if count_trained(document) and document.get(WEIGHTS, 1) > 0]
         if self._has_collectives:
             # All ranks must run the same parts of the model, such as a vision tower. So they keep only documents with
             # images if every rank has one, and else only documents without. The sum counts the ranks that have one
@@ -335,7 +333,7 @@ class FirstStep(TrainerPart):
         rank_divisor = 0.0
         for document in (document for pack in packs for document in pack):
             weight = group.count_once(float(document.get(WEIGHTS, 1.0)))
-            num_tokens = num_trained(document)
+            num_tokens = count_trained(document)
             # The index of this object; an equal document may be there twice
             i = next(i for i, candidate in enumerate(documents) if candidate is document)
             factors[i] += weight / (max(num_tokens, 1) if weighs_documents else 1)
@@ -559,13 +557,13 @@ class FirstStep(TrainerPart):
                 differences.append(f"gradients of {count} parameters differ, of `{name}` by {gaps[worst]:.1e}")
         # Then train each document separately: in the pack only its labels remain, and unpacked it is the only document
         for i, document in enumerate(packs[0]):
-            pack = [candidate if j == i else mask_document(candidate) for j, candidate in enumerate(packs[0])]
+            pack = [candidate if j == i else mask_labels(candidate) for j, candidate in enumerate(packs[0])]
             packed_step = self._train_packed([RankShare.like(packs[0], pack)])
             unpacked_step = self._train_unpacked([RankShare.like(packs[0], [document])])
             loss_gap, gradient_gap = self._measure_gaps(packed_step, unpacked_step)
             if self._probe.is_beyond([loss_gap, gradient_gap], limits):
                 differences.append(
-                    f"document {i} of {len(pack)} ({num_trained(document)} trained tokens) has the loss "
+                    f"document {i} of {len(pack)} ({count_trained(document)} trained tokens) has the loss "
                     f"{packed_step.loss:.5g} in the pack, {unpacked_step.loss:.5g} alone, and gradients that differ by "
                     f"{gradient_gap:.1e}"
                 )

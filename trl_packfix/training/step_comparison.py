@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from ..data.collator import PackedDataCollator
 from ..data.loaders import dummy_document
 from ..data.row_values import SOURCES, WEIGHTS
+from ..isolation.check_step import document_length
 from ..isolation.isolation_report import PackingLeakError
 from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
 
@@ -69,21 +70,6 @@ class StepComparison:
                 "over a batch, or a hook takes a pack for one document. Set `packing=False`, and please report it with "
                 "this message."
             )
-
-
-def document_length(document: Document) -> int:
-    """Return the number of tokens of a document."""
-    return len(document["input_ids"])
-
-
-def num_trained(document: Document) -> int:
-    """Return the number of trained tokens of a document. Its first token is never trained."""
-    return int((np.asarray(document["labels"])[1:] != IGNORE_INDEX).sum())
-
-
-def mask_document(document: Document) -> Document:
-    """Return a copy of a document without labels, so without trained tokens."""
-    return document | {"labels": np.full(document_length(document), IGNORE_INDEX)}
 
 
 def choose_documents(documents: list[Document]) -> list[Document]:
