@@ -12,6 +12,7 @@ import torch
 from support.faults import Fault, changed, together
 from support.features import PRESENT, module_of_tests
 from transformers import TrainerCallback
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trl_packfix import compat
 from trl_packfix.attention import exchange, varlen
@@ -88,7 +89,7 @@ def late_shift(right, batch, group, **kwargs):
 
 
 def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts, group):
-    loss = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
+    loss = load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
     return loss / group.size
 
 
@@ -149,7 +150,7 @@ TRAINING: dict[str, Fault] = {
     "late_shift": changed(loaders, "cut_part", late_shift),
     # Every member of a group counts documents and statistics
     "counted_by_all": lambda: mock.patch.object(Group, "is_leader", True),
-    "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),
+    "statistic_of_parts": changed(objective, "load_balancing", statistic_of_parts),
     # A row of which several documents train the next token counts as one trained token
     "one_label_per_row": changed(SharedRowsLayout, "batch_to_count", lambda right, self, batch: batch),
     "border_lost": changed(SharedRowsLayout, "cut_to_part", border_lost),

@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..compat import parameters_summed_by_ranks, router_loss_coefficient
 from ..data.collator import IGNORE_INDEX
@@ -47,7 +46,7 @@ from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import check_same_packs
 from .lm_head import score_tokens
 from .loading import TrainingData
-from .routers import check_router_loss, group_load_balancing
+from .routers import check_router_loss, load_balancing
 from .totals import FetchedBatch, ScoredBatch, TrainingTotals, sum_dtype
 from .trainer_view import TrainerPart, TrainerView
 from .user_code import has_trained_tokens
@@ -392,24 +391,15 @@ class Objective(TrainerPart):
         if not router_logits:
             return outputs.aux_loss
         config = self.base_model.config.get_text_config()
-        counts = layout.row_counts(trained)  # how many documents each token of this rank belongs to
-        if not layout.group.is_alone:
-            value = group_load_balancing(
-                router_logits,
-                config.num_experts,
-                config.num_experts_per_tok,
-                row_counts=counts.flatten(),
-                group=layout.group,
-            )
-            # The first rank counts the value. On the other ranks it is 0, with the gradient of `value`
-            return value if layout.group.is_leader else value - value.detach()
-        # Without documents the statistic would be 0 / 0. So each token is counted once, and the value is set to 0
-        is_empty = ~counts.any()
-        # As `attention_mask`, transformers' function takes weights of tokens, here the numbers of documents
-        statistic: Callable[..., Any] = load_balancing_loss_func
-        counts = counts.masked_fill(is_empty, 1)
-        value = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, counts)
-        return value.masked_fill(is_empty, 0)
+        value = load_balancing(
+            router_logits,
+            config.num_experts,
+            config.num_experts_per_tok,
+            row_counts=layout.row_counts(trained).flatten(),  # how many documents each token of this rank belongs to
+            group=layout.group,
+        )
+        # The first rank counts the value. On the other ranks it is 0, with the gradient of `value`
+        return value if layout.group.is_leader else value - value.detach()
 
     # Numbers for the log
 

@@ -1,9 +1,9 @@
-"""Routers of mixtures of experts: the check of the router loss, and its statistic for packs that ranks share.
+"""Routers of mixtures of experts: the check of the router loss, and its statistic for the documents of packs.
 
 A router chooses the experts that compute a token. The router loss (`router_aux_loss_coef`) adds a load-balancing
 statistic of the logits of all routers. `objective.py` calls `check_router_loss` when the trainer is constructed,
 because the config of a model may have the fields of a mixture of experts although no layer has experts. In training it
-calls `group_load_balancing` where several ranks share a pack.
+calls `load_balancing` where the statistic of the model would count padding, or shared tokens, or a part of a pack.
 """
 
 import warnings
@@ -94,12 +94,13 @@ def _switch_router_loss_off(trainer: TrainerView, config: PreTrainedConfig) -> N
     config.output_router_logits = False
 
 
-def group_load_balancing(
+def load_balancing(
     router_logits: list[Tensor], num_experts: int, num_chosen: int, *, row_counts: Tensor, group: Group
 ) -> Tensor:
-    """Return transformers' load-balancing statistic of a pack that several ranks share. All of them must call it.
+    """Return transformers' load-balancing statistic of the documents of a pack, (); 0 if it has no documents.
 
-    Its value is the statistic of the whole pack, and its gradient flows to the part of the pack on this rank.
+    If ranks share the pack, all of them must call it. Its value is the statistic of the whole pack, and its gradient
+    flows to the part of the pack on this rank.
 
     Args:
         router_logits: of each layer, the logits of the tokens on this rank, (T / s, experts).
@@ -107,20 +108,21 @@ def group_load_balancing(
         num_chosen: the number of experts that compute a token.
         row_counts: how many documents each token of this rank belongs to, (T / s,); 0 for padding. Documents may share
             the tokens of a common prefix.
-        group: the s ranks that share the pack.
+        group: the s ranks that share the pack; s is 1 for a rank that is alone.
     """
     # Sums over layers and rows of this rank, by expert: how often it was chosen, and its probability
     times_chosen = torch.zeros(num_experts, device=row_counts.device)
     probability = torch.zeros(num_experts, device=row_counts.device)
     counts = row_counts.float()
     for logits in router_logits:  # layer by layer, as the weights of all layers together would need much memory
-        weights = logits.reshape(-1, num_experts).softmax(dim=-1)
+        # A model whose layers are on several devices has logits on each
+        weights = logits.to(row_counts.device).reshape(-1, num_experts).softmax(dim=-1)
         chosen_experts = weights.topk(num_chosen, dim=-1).indices
         times_chosen = times_chosen.scatter_add(0, chosen_experts.flatten(), counts.repeat_interleave(num_chosen))
         probability = probability + (weights.float() * counts[:, None]).sum(0)
     sums = torch.cat([times_chosen, probability.detach(), counts.sum()[None] * len(router_logits)])
     sums = group.sum(sums)
-    num_rows = sums[-1].clamp(min=1)
+    num_rows = sums[-1].clamp(min=1)  # without documents it is 0, as are all other sums
     # The sum over all ranks as a value. Only the first summand, of this rank, has a gradient
     pack_probability = probability + (sums[num_experts:-1] - probability.detach())
     return num_experts * ((sums[:num_experts] / num_rows) * (pack_probability / num_rows)).sum()
