@@ -127,7 +127,7 @@ def recalls(folder, change=None, *, settings="settings", case="case", wrapper=Wr
     if change is not None:
         change(model)
     report = mock.Mock(side_effect=check_isolation_once)
-    remembered.RememberedProofs(folder, settings).recall(wrapper(model), report, model=model, case=case)
+    remembered.recall_proof(wrapper(model), report, folder=folder, settings=settings, model=model, case=case)
     return not report.called
 
 

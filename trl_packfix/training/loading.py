@@ -21,7 +21,7 @@ Documents *share token rows* if their common beginning is in a pack once. The *e
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ from .conflicts import refuse_conflicts
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .reading import TextReading, reading_class
-from .remembered import RememberedProofs
+from .remembered import recall_proof
 from .source import Source
 from .stream_source import StreamSource
 from .table_source import TableSource
@@ -390,7 +390,7 @@ class TrainingData(TrainerPart):
         if folder is not None and self.reading.has_stored_tokens:
             plugin = self._trainer.accelerator.state.deepspeed_plugin
             engine = (self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config)
-            packed_model.recall = RememberedProofs(folder, (engine, args.torch_compile)).recall
+            packed_model.recall = partial(recall_proof, folder=folder, settings=(engine, args.torch_compile))
         return packed_model
 
     @property

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..group import make_groups
-from ..isolation.isolation_report import IsolationReport
 from .loading import TrainingData
 from .trainer_view import TrainerView
 
@@ -41,7 +40,7 @@ def prove_feature(trainer: TrainerView, data: TrainingData, wrapped: nn.Module) 
     return reason
 
 
-def prove_degrees(trainer: TrainerView, degrees: Iterable[int]) -> list[IsolationReport]:
+def prove_degrees(trainer: TrainerView, degrees: Iterable[int]) -> None:
     """Make the process groups of all degrees, and prove at each degree that documents do not influence each other.
 
     All ranks must call it. A degree of 1, a pack on one rank, needs no process group and no second proof.
@@ -52,4 +51,5 @@ def prove_degrees(trainer: TrainerView, degrees: Iterable[int]) -> list[Isolatio
     shared_degrees = [degree for degree in degrees if degree > 1]
     make_groups(shared_degrees, trainer.args.ddp_timeout_delta)
     with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
-        return [trainer.packed_model.prove_degree(trainer.model_wrapped, degree) for degree in shared_degrees]
+        for degree in shared_degrees:
+            trainer.packed_model.prove_degree(trainer.model_wrapped, degree)

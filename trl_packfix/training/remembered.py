@@ -1,11 +1,11 @@
 """Remember the proofs of a model in files beside the dataset, so that the next start need not repeat them.
 
 A proof is a test before training that documents in a pack do not influence each other on this model. Its result is an
-`IsolationReport`. `PackedModel` calls `RememberedProofs.recall` in place of the test, which returns the saved report of
-an earlier start, or runs the test and saves its report.
+`IsolationReport`. `PackedModel` calls `recall_proof` in place of the test, which returns the saved report of an earlier
+start, or runs the test and saves its report.
 
-A report is saved if the test passed. `PackedModel` calls `recall` only for tests on text, of a model without repairs.
-The name of its file is a hash of everything that the proof depends on:
+A report is saved if the test passed. `PackedModel` calls `recall_proof` only for tests on text, of a model without
+repairs. The name of its file is a hash of everything that the proof depends on:
 
 - the code of this package (every file), and the versions of all packages that are loaded or installed;
 - the modules of the model, their code, hooks and simple attributes, parameters, configs, attention, device, and the
@@ -44,44 +44,39 @@ from ..samples.row import PREPARATION_SOURCE_HASH
 SIMPLE_TYPES = (bool, int, float, str, type(None))  # types of attributes of modules that enter the hash
 
 
-class RememberedProofs:
-    """The saved proofs of a folder.
+def recall_proof(
+    wrapped: nn.Module,
+    prove: Callable[[], IsolationReport],
+    *,
+    folder: Path,
+    settings: object,
+    model: nn.Module,
+    case: object,
+) -> IsolationReport:
+    """Return the report of an earlier start, or run the proof, return its report and save it if it passed.
+
+    All ranks must call it. If a rank has no saved report, all ranks run the proof.
 
     Args:
-        folder: the folder of the files.
-        settings: other settings of the run on which proofs depend, such as the engine; with an equal `repr` in every
+        wrapped: the model as the engine has wrapped it.
+        prove: runs the proof.
+        folder: the folder of the saved proofs.
+        settings: settings of the run on which proofs depend, such as the engine; with an equal `repr` in every process.
+        model: the model without a wrapper.
+        case: what else the proof depends on, such as the dtype and the longest document; with an equal `repr` in every
             process.
     """
-
-    def __init__(self, folder: Path, settings: object):
-        self.folder = folder
-        self.settings = settings
-
-    def recall(
-        self, wrapped: nn.Module, prove: Callable[[], IsolationReport], *, model: nn.Module, case: object
-    ) -> IsolationReport:
-        """Return the report of an earlier start, or run the proof, return its report and save it if it passed.
-
-        All ranks must call it. If a rank has no saved report, all ranks run the proof.
-
-        Args:
-            wrapped: the model as the engine has wrapped it.
-            prove: runs the proof.
-            model: the model without a wrapper.
-            case: what else the proof depends on, such as the dtype and the longest document; with an equal `repr` in
-                every process.
-        """
-        key = hashlib.sha256(repr([case, self.settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
-        file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
-        arrays = read_arrays(file)
-        report_exists_on_ranks = gather_values(arrays is not None)  # the values of all ranks
-        if arrays is not None and all(report_exists_on_ranks):
-            return IsolationReport(**json.loads(arrays["report"].tobytes()))
-        report = prove()
-        if report.passed:
-            text = json.dumps(asdict(replace(report, proved_on=f"{date.today():%d %b %Y}")))
-            write_arrays(file, {"report": np.frombuffer(text.encode(), np.uint8)})
-        return report
+    key = hashlib.sha256(repr([case, settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
+    file = folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
+    arrays = read_arrays(file)
+    report_exists_on_ranks = gather_values(arrays is not None)  # the values of all ranks
+    if arrays is not None and all(report_exists_on_ranks):
+        return IsolationReport(**json.loads(arrays["report"].tobytes()))
+    report = prove()
+    if report.passed:
+        text = json.dumps(asdict(replace(report, proved_on=f"{date.today():%d %b %Y}")))
+        write_arrays(file, {"report": np.frombuffer(text.encode(), np.uint8)})
+    return report
 
 
 def _proof_key_parts(wrapped: nn.Module, model: Any) -> Iterator[Any]:
