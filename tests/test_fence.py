@@ -32,7 +32,6 @@ REVIEWED = {
         training/lm_head.py scores.aux_loss
         training/lm_head.py scores.loss
         training/loading.py self._text_collator.shares
-        training/totals.py span.sums
     """,
     "the trainer's own copy of the settings (`adopt_args`)": """
         training/trainer.py args.assistant_only_loss

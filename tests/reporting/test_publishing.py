@@ -6,12 +6,14 @@ import json
 import re
 import runpy
 import shutil
+from collections import defaultdict
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from matplotlib.image import imread
 from rich.console import Console
@@ -100,8 +102,8 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(trainer):
     # The run has no images, shared packs or prefixes, and its device has no peak
     assert {"loss/NAME", "trained_tokens/NAME", "eval_loss/NAME", "packing/efficiency", "isolation/tolerance"} <= logged
     assert len(logged) > 30
-    totals = TrainingTotals(sources=("NAME",), shares_rows=True)
-    span = StepSpan(dict.fromkeys(totals.window.sums, 1.0), seconds=1.0)
+    totals = TrainingTotals(torch.device("cpu"), sources=("NAME",), shares_rows=True)
+    span = StepSpan(defaultdict(lambda: 1.0), seconds=1.0)
     by_totals = set(totals.metrics(span, capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
     assert by_totals == set(tool["PARTS"]["In each log of a training"])
     assert all(unit and meaning for keys in tool["PARTS"].values() for unit, meaning in keys.values())

@@ -332,12 +332,12 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
     trainer = step._trainer
     trainer.aux_loss_enabled = True
     trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
-    totals = step._objective.totals = SimpleNamespace(sources="sources", shares_rows="shares")
+    totals = step._objective.totals = SimpleNamespace(device="device", sources="sources", shares_rows="shares")
     for packs_images in (True, False):
         step._data.reading.is_text_only = not packs_images
         with FirstStep._undisturbed(step):
             assert noise.alpha == 0
-            assert step._objective.totals == ("sources", "shares")
+            assert step._objective.totals == ("device", "sources", "shares")
             assert trainer.aux_loss_enabled is not packs_images
         assert noise.alpha == 5
         assert step._objective.totals is totals

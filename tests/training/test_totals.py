@@ -16,7 +16,6 @@ from trl_packfix.training.totals import (
     OF_BATCHES,
     OF_OUTPUTS,
     EvaluationTotals,
-    FetchedBatch,
     StepSpan,
     TrainingTotals,
     scores_of,
@@ -24,13 +23,14 @@ from trl_packfix.training.totals import (
     sums_by_source,
 )
 
+CPU = torch.device("cpu")
 SUMS = {"trained_tokens": 100, "tokens": 300, "computed": 240, "row_tokens": 320, "documents": 9, "micro_batches": 4}
 SUMS |= {"rows": 8, "flops": 6e12, "entropy": 160, "correct": 20, "scored": 80, "aux_loss": 12}
 
 
 def ranks_that_count_the_same(num):
     """Return the part of an accelerator that sums over ranks."""
-    return SimpleNamespace(device=torch.device("cpu"), reduce=lambda sums, reduction: num * sums)
+    return SimpleNamespace(device=CPU, reduce=lambda sums, reduction: num * sums)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def clock(monkeypatch):
 
 
 def test_the_metrics_of_a_span_are_its_sums_over_what_each_is_a_share_of():
-    totals = TrainingTotals(sources=("a", "b", "c"), shares_rows=True)
+    totals = TrainingTotals(CPU, sources=("a", "b", "c"), shares_rows=True)
     of_sources = {"loss/a": 30, "trained_tokens/a": 60, "loss/b": 80, "trained_tokens/b": 40}
     span = StepSpan({**SUMS, **of_sources, "loss/c": 0, "trained_tokens/c": 0}, num_steps=2, seconds=4.0, waited=1.0)
     assert totals.metrics(span, capacity=100, num_ranks=2, peak_tflops=3.0) == {
@@ -69,7 +69,7 @@ def test_the_metrics_of_a_span_are_its_sums_over_what_each_is_a_share_of():
 def test_metrics_are_rounded_to_digits_that_a_reader_needs():
     sums = {**SUMS, "tokens": 302, "documents": 10, "computed": 239, "flops": 1.23456e9}
     span = StepSpan(sums, num_steps=3, seconds=7.0, waited=1.0)
-    metrics = TrainingTotals(shares_rows=True).metrics(span, capacity=100)
+    metrics = TrainingTotals(CPU, shares_rows=True).metrics(span, capacity=100)
     assert metrics["documents_per_step"] == 3.33
     assert metrics["efficiency"] == 0.2988
     assert metrics["tokens_per_second"] == 43.1
@@ -79,14 +79,14 @@ def test_metrics_are_rounded_to_digits_that_a_reader_needs():
 
 
 def test_the_metrics_of_one_of_everything_are_one():
-    totals = TrainingTotals(shares_rows=True)
+    totals = TrainingTotals(CPU, shares_rows=True)
     span = StepSpan(dict.fromkeys(SUMS, 1.0) | {"flops": 1e12}, num_steps=1, seconds=1.0, waited=1.0)
     assert set(totals.metrics(span, capacity=1, peak_tflops=1.0).values()) == {1}
 
 
 def test_only_what_is_known_is_logged():
     span = StepSpan(dict.fromkeys(SUMS, 0.0), num_steps=1, seconds=1.0)
-    metrics = TrainingTotals().metrics(span, capacity=1, peak_tflops=1.0)
+    metrics = TrainingTotals(CPU).metrics(span, capacity=1, peak_tflops=1.0)
     assert metrics.keys() == {"trained_tokens", "documents_per_step", "efficiency", "tokens_per_second", "data_wait"}
 
 
@@ -97,7 +97,7 @@ def test_a_span_that_lacks_a_source_adds_nothing_to_it():
 
 
 def test_the_metrics_of_nothing_are_zero():
-    totals = TrainingTotals(shares_rows=True)
+    totals = TrainingTotals(CPU, shares_rows=True)
     assert totals.metrics(totals.window, capacity=100, peak_tflops=1.0) == {
         "trained_tokens": 0,
         "documents_per_step": 0,
@@ -109,7 +109,7 @@ def test_the_metrics_of_nothing_are_zero():
 
 
 def test_a_window_has_its_steps_and_times_and_is_part_of_the_training(clock):
-    totals = TrainingTotals()
+    totals = TrainingTotals(CPU)
     clock.seconds += 5  # of an evaluation, say
     for fetching, computing in ((2, 10), (3, 20)):
         totals.start_fetch_timer()
@@ -129,10 +129,10 @@ def test_a_window_has_its_steps_and_times_and_is_part_of_the_training(clock):
 
 
 def test_sums_are_gathered_over_ranks_once():
-    totals = TrainingTotals(sources=("a", "b"))
+    totals = TrainingTotals(CPU, sources=("a", "b"))
     for factor in (1, 2):
-        totals._add({name: torch.tensor(factor * value) for value, name in enumerate(OF_BATCHES, 1)})
-        totals._add(dict.fromkeys(OF_OUTPUTS, torch.tensor(0.5 * factor)))
+        totals._add(**{name: torch.tensor(factor * value) for value, name in enumerate(OF_BATCHES, 1)})
+        totals._add(**dict.fromkeys(OF_OUTPUTS, torch.tensor(0.5 * factor)))
     loss = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
     mask = torch.tensor([[True, True, True, False]])
     totals.add_sources(loss, mask, torch.tensor([[0, 1, 1, 1]]))
@@ -146,28 +146,29 @@ def test_sums_are_gathered_over_ranks_once():
     assert totals.training.sums == expected
 
 
-def batch_of_three(group=ALONE):
-    """Return a micro-batch of documents with 5, 0 and 2 trained tokens, in 30 rows, of which 20 are computed."""
+def counts_of_three(group):
+    """Return the counts of documents with 5, 0 and 2 trained tokens, in 30 rows, of which 20 are computed."""
     sizes = Sizes(torch.tensor(25), torch.tensor(20), torch.tensor([15, 0, 10]), torch.tensor([0, 0, 5]))
-    return FetchedBatch(sizes, torch.tensor([5, 0, 2]), 30, torch.tensor(7e9), group)
+    totals = TrainingTotals(CPU)
+    totals.add_batch(sizes, torch.tensor([5, 0, 2]), num_row_tokens=30, flops=torch.tensor(7e9), group=group)
+    counts = totals.gather(ranks_that_count_the_same(1))
+    return {name: counts[name] for name in OF_BATCHES}
 
 
 def test_the_first_rank_of_a_group_counts_what_all_know():
     of_pack = {"trained_tokens": 7, "tokens": 25, "documents": 2, "micro_batches": 1, "flops": 7e9}
     of_part = {"computed": 20, "row_tokens": 30, "rows": 1}
     for first in (ALONE, Group(2, 0)):
-        assert {name: count(batch_of_three(first)) for name, count in OF_BATCHES.items()} == of_pack | of_part
-    counts_of_others = {name: count(batch_of_three(Group(2, 1))) for name, count in OF_BATCHES.items()}
-    assert counts_of_others == dict.fromkeys(of_pack, 0) | of_part
+        assert counts_of_three(first) == of_pack | of_part
+    assert counts_of_three(Group(2, 1)) == dict.fromkeys(of_pack, 0) | of_part
 
 
 def test_the_sources_of_a_stream_are_named_when_they_are_gathered():
-    totals = TrainingTotals()
+    totals = TrainingTotals(CPU)
     sources = StreamSources()
     totals.set_sources((), sources)
     mask = torch.ones(1, 2, dtype=torch.bool)
     for names, loss in ((("late", "early"), [[1.0, 2.0]]), (("early", "other"), [[4.0, 8.0]])):
-        totals._add(dict.fromkeys(OF_BATCHES, torch.tensor(1)))
         totals.add_sources(torch.tensor(loss), mask, torch.tensor([[sources[name] for name in names]]))
     metrics = totals.gather(ranks_that_count_the_same(1))
     assert [*totals.sources] == ["early", "late", "other"]
@@ -186,7 +187,7 @@ def test_losses_by_source_are_those_of_trained_tokens():
 
 
 def test_an_evaluation_is_the_mean_over_all_of_its_trained_tokens():
-    totals = EvaluationTotals(torch.device("cpu"), names=("a", "b"))
+    totals = EvaluationTotals(CPU, names=("a", "b"))
     assert totals.metrics(ranks_that_count_the_same(1)) == {}
     assert totals.sums.dtype == torch.float64
     for losses, is_trained, sources in (([1.0, 3.0, 0.0], [1, 1, 0], [0, 1, 1]), ([8.0], [1], [1]), ([0.0], [0], [1])):

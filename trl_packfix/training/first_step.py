@@ -578,8 +578,9 @@ class FirstStep(TrainerPart):
         trainer = self._trainer
         probe = self._probe
         totals = self._objective.totals
+        uncounted = TrainingTotals(totals.device, totals.sources, totals.shares_rows)
         with (
-            attributes_set(self._objective, totals=TrainingTotals(totals.sources, totals.shares_rows)),
+            attributes_set(self._objective, totals=uncounted),
             # No router loss with images, because the batch of `_router_loss` has only tokens
             attributes_set(trainer, aux_loss_enabled=trainer.aux_loss_enabled and self._data.reading.is_text_only),
             ExitStack() as without_noise,

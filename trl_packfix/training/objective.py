@@ -47,7 +47,7 @@ from .groups import check_same_packs
 from .lm_head import score_tokens
 from .loading import TrainingData
 from .routers import check_router_loss, load_balancing
-from .totals import FetchedBatch, ScoredBatch, TrainingTotals, sum_dtype
+from .totals import TrainingTotals, sum_dtype
 from .trainer_view import TrainerPart, TrainerView
 from .user_code import has_trained_tokens
 
@@ -98,7 +98,7 @@ class Objective(TrainerPart):
         check_router_loss(trainer)
         shares_prefixes = features_of(args).is_on
         source_names = self._data.source.row_values.names
-        self.totals = TrainingTotals(source_names, shares_rows=shares_prefixes)
+        self.totals = TrainingTotals(trainer.accelerator.device, source_names, shares_rows=shares_prefixes)
         if args.packing:
             # The noise of NEFTune depends on the length of a document. transformers would take the length of the pack
             trainer.neftune_noise_alpha = None
@@ -190,7 +190,7 @@ class Objective(TrainerPart):
                 loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
 
         # What the log needs of this micro-batch
-        self.totals.add_outputs(ScoredBatch(outputs, targets, aux_loss))
+        self.totals.add_outputs(outputs, targets, aux_loss)
         sources = self.sources_of(targets)
         if sources is not None:
             losses = targets.select(-outputs.log_probs)
@@ -413,7 +413,8 @@ class Objective(TrainerPart):
         """
         sizes = layout.sizes(trained)
         flops = self.flops(inputs, sizes)
-        self.totals.add_batch(FetchedBatch(sizes, trained, inputs["labels"].numel(), flops, layout.group))
+        num_row_tokens = inputs["labels"].numel()
+        self.totals.add_batch(sizes, trained, num_row_tokens=num_row_tokens, flops=flops, group=layout.group)
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
         """Return the FLOPs of forward and backward of a batch; 0 if the model's cost is not known."""

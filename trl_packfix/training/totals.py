@@ -12,8 +12,10 @@ without a trained token, for a rank that has no document in a micro-batch.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,68 +30,11 @@ from ..group import Group
 from ..layout import Sizes, Targets
 from .lm_head import TokenScores
 
+OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
+"""Sums over micro-batches, to which `TrainingTotals.add_batch` adds. They are right for any loss."""
 
-@dataclass(frozen=True)
-class FetchedBatch:
-    """What is counted of a micro-batch when it is fetched.
-
-    Attributes:
-        sizes: tokens of its documents, and how many of them this rank computes, as tensors ().
-        trained: number of trained tokens of each document, (N,), in all parts of the pack.
-        num_row_tokens: number of tokens on this rank, with padding.
-        flops: FLOPs of forward and backward, ().
-        group: the ranks that share the pack. Numbers of the whole pack are counted by its first rank only.
-    """
-
-    sizes: Sizes
-    trained: Tensor
-    num_row_tokens: int
-    flops: Tensor
-    group: Group
-
-
-@dataclass(frozen=True)
-class ScoredBatch:
-    """What is counted of a micro-batch when the model has computed it.
-
-    Attributes:
-        outputs: the outputs of the model, with `entropy`, `is_top1` and `label_mask` of each position.
-        targets: selects the values of these positions that count.
-        aux_loss: the load-balancing loss of a mixture of experts, (); None if it is not trained.
-    """
-
-    outputs: Any
-    targets: Targets
-    aux_loss: Tensor | None
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the targets of one value per position."""
-        return self.targets.select(values).sum()
-
-
-# `group.count_once` is 0 on all ranks of a group but the first
-OF_BATCHES: dict[str, Callable[[FetchedBatch], Tensor]] = {
-    "trained_tokens": lambda batch: batch.group.count_once(batch.trained.sum()),
-    "tokens": lambda batch: batch.group.count_once(batch.sizes.tokens),  # tokens of documents, without padding
-    # Tokens that this rank computes, without padding: fewer than `tokens` if documents share prefixes
-    "computed": lambda batch: batch.sizes.computed_rows,
-    # Tokens on this rank, with padding. `torch.tensor` would synchronise with the device
-    "row_tokens": lambda batch: batch.trained.new_full((), batch.num_row_tokens),
-    "documents": lambda batch: batch.group.count_once((batch.trained > 0).sum()),
-    # `micro_batches` counts packs and `rows` counts parts of packs on ranks. Dummies do not count in either
-    "micro_batches": lambda batch: batch.group.count_once((batch.trained > 0).any()),
-    "rows": lambda batch: (batch.trained > 0).any(),
-    "flops": lambda batch: batch.group.count_once(batch.flops),
-}
-"""The sums over micro-batches, by name: what each batch adds when it is fetched. They are right for any loss."""
-
-OF_OUTPUTS: dict[str, Callable[[ScoredBatch], Tensor]] = {
-    "entropy": lambda batch: batch.sum(batch.outputs.entropy),
-    "correct": lambda batch: batch.sum(batch.outputs.is_top1),
-    "scored": lambda batch: batch.sum(batch.outputs.label_mask),  # number of labels
-    "aux_loss": lambda batch: batch.targets.trained.new_zeros(()) if batch.aux_loss is None else batch.aux_loss,
-}
-"""The sums over outputs of the model, by name: what each batch adds. Only `Objective.compute_loss` adds them."""
+OF_OUTPUTS = ("entropy", "correct", "scored", "aux_loss")
+"""Sums over outputs of the model, to which `TrainingTotals.add_outputs` adds. Only the loss of this package does."""
 
 
 @dataclass
@@ -97,20 +42,21 @@ class StepSpan:
     """Sums over a range of optimizer steps: the steps since the last log, or all steps of a training.
 
     Attributes:
-        sums: sums over all ranks, by name.
+        sums: sums over all ranks, by name. By default, a name to which nothing was added has 0.
         num_steps: number of optimizer steps.
         seconds: time of the steps, without evaluation and checkpoints before them.
         waited: seconds in which this rank waited for batches.
     """
 
-    sums: dict[str, float]
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_steps: int = 0
     seconds: float = 0.0
     waited: float = 0.0
 
     def add(self, span: "StepSpan") -> None:
-        """Add the sums, steps and times of another span to this span. Sums without a name in this span are ignored."""
-        self.sums = {name: value + span.sums.get(name, 0.0) for name, value in self.sums.items()}
+        """Add the sums, steps and times of another span to this span."""
+        for name, value in span.sums.items():
+            self.sums[name] += value
         self.num_steps += span.num_steps
         self.seconds += span.seconds
         self.waited += span.waited
@@ -123,11 +69,13 @@ class TrainingTotals:
     last two groups are added only if this package computes the loss.
 
     Args:
+        device: the device of the sums.
         sources: names of the sources by which losses are summed.
         shares_rows: whether packs compute common prefixes of documents once. Then the log says which share of the
             tokens is computed.
 
     Attributes:
+        device: the device of the sums.
         sources: names of the sources.
         is_scored: whether outputs of the model were added in this optimizer step, by which `callbacks.py` finds out
             whether the loss of this package runs.
@@ -135,7 +83,8 @@ class TrainingTotals:
         window: sums of the running window.
     """
 
-    def __init__(self, sources: Sequence[str] = (), shares_rows: bool = False) -> None:
+    def __init__(self, device: torch.device, sources: Sequence[str] = (), shares_rows: bool = False) -> None:
+        self.device = device
         self.shares_rows = shares_rows
         self.set_sources(sources)
 
@@ -148,26 +97,24 @@ class TrainingTotals:
                 None for a table.
         """
         self._stream_sources = stream_sources
-        self._name_sources(sources)
-        # Sums of this rank that are not gathered yet, on the device: a vector for each group, by the names of the group
-        self._pending: dict[tuple[str, ...], Tensor] = {}
-        # Sums by source of a stream that are not gathered yet, (2, `MAX_SOURCES`), by this rank's numbers of sources
-        self._pending_by_source: Tensor | None = None
+        self.sources = sources
+        # How many sources this rank may number before the sums are gathered
+        self._num_sources = len(sources) if stream_sources is None else MAX_SOURCES
+        self._empty_pending()
         self.is_scored = False
-        self.training = StepSpan(dict.fromkeys(self._names, 0.0))
+        self.training = StepSpan()
         self._start_window()
 
-    def _name_sources(self, sources: Sequence[str]) -> None:
-        """Set the names of the sources, and with them the names of all sums."""
-        self.sources = sources
-        self._source_sums = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
-        groups = (tuple(OF_BATCHES), tuple(OF_OUTPUTS), self._source_sums)
-        self._groups = [names for names in groups if names]
-        self._names = [name for names in self._groups for name in names]
+    def _empty_pending(self) -> None:
+        """Set the sums of this rank that are not gathered yet to zero. They stay on the device."""
+        zeros = partial(torch.zeros, dtype=sum_dtype(self.device), device=self.device)
+        self._pending = {name: zeros(()) for name in (*OF_BATCHES, *OF_OUTPUTS)}
+        # Losses and trained tokens by source, (2, sources); of a stream by this rank's numbers of sources
+        self._pending_by_source = zeros((2, self._num_sources))
 
     def _start_window(self) -> None:
         """Begin a window, whose sums are logged next."""
-        self.window = StepSpan(dict.fromkeys(self._names, 0.0))
+        self.window = StepSpan()
         # The next fetch sets the start time, so that evaluation and checkpoints before it do not count
         self._window_started: float | None = None
         self._fetch_started = time.perf_counter()
@@ -193,35 +140,62 @@ class TrainingTotals:
         self.is_scored = False
         self.window.waited += time.perf_counter() - self._fetch_started
 
-    def add_batch(self, batch: FetchedBatch) -> None:
-        """Add the counts of one micro-batch on this rank."""
-        self._add({name: count(batch) for name, count in OF_BATCHES.items()})
+    def add_batch(self, sizes: Sizes, trained: Tensor, *, num_row_tokens: int, flops: Tensor, group: Group) -> None:
+        """Add the counts of one micro-batch on this rank, when it is fetched.
 
-    def add_outputs(self, batch: ScoredBatch) -> None:
-        """Add what the model gives for one micro-batch on this rank."""
-        self._add({name: total(batch) for name, total in OF_OUTPUTS.items()})
+        Args:
+            sizes: tokens of its documents, and how many of them this rank computes, as tensors ().
+            trained: number of trained tokens of each document, (N,), in all parts of the pack.
+            num_row_tokens: number of tokens on this rank, with padding.
+            flops: FLOPs of forward and backward, ().
+            group: the ranks that share the pack. Numbers of the whole pack are counted by its first rank only.
+        """
+        is_trained = trained > 0
+        # `group.count_once` is 0 on all ranks of a group but the first
+        self._add(
+            trained_tokens=group.count_once(trained.sum()),
+            tokens=group.count_once(sizes.tokens),  # tokens of documents, without padding
+            # Tokens that this rank computes, without padding: fewer than `tokens` if documents share prefixes
+            computed=sizes.computed_rows,
+            # Tokens on this rank, with padding. `torch.tensor` would synchronise with the device
+            row_tokens=trained.new_full((), num_row_tokens),
+            documents=group.count_once(is_trained.sum()),
+            # `micro_batches` counts packs and `rows` counts parts of packs on ranks. Dummies do not count in either
+            micro_batches=group.count_once(is_trained.any()),
+            rows=is_trained.any(),
+            flops=group.count_once(flops),
+        )
+
+    def add_outputs(self, outputs: Any, targets: Targets, aux_loss: Tensor | None) -> None:
+        """Add what the model gives for one micro-batch on this rank.
+
+        Args:
+            outputs: the outputs of the model, with `entropy`, `is_top1` and `label_mask` of each position.
+            targets: selects the values of these positions that count.
+            aux_loss: the load-balancing loss of a mixture of experts, (); None if it is not trained.
+        """
+        self._add(
+            entropy=targets.select(outputs.entropy).sum(),
+            correct=targets.select(outputs.is_top1).sum(),
+            scored=targets.select(outputs.label_mask).sum(),  # number of labels
+        )
+        if aux_loss is not None:
+            self._add(aux_loss=aux_loss)
         self.is_scored = True
 
-    def _add(self, values_by_name: dict[str, Tensor]) -> None:
-        """Add the sums of one group for one micro-batch on this rank: scalars, by name."""
-        names = tuple(values_by_name)
-        values = values_by_name.values()
-        sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
-        self._pending[names] = sums + self._pending[names] if names in self._pending else sums
+    def _add(self, **values: Tensor) -> None:
+        """Add scalars of one micro-batch on this rank to the pending sums, by name."""
+        for name, value in values.items():
+            # The device of a value may be another one: batches of a loader of the user's, or layers on several GPUs
+            self._pending[name] += value.detach().to(self.device, non_blocking=True)
 
     def add_sources(self, loss: Tensor, label_mask: Tensor, sources: Tensor) -> None:
         """Add the losses and trained tokens of each source in one micro-batch on this rank.
 
         The arguments are those of `sums_by_source`.
         """
-        num_sources = len(self.sources) if self._stream_sources is None else MAX_SOURCES
-        sums = sums_by_source(loss, label_mask, sources, num_sources=num_sources)
-        if self._stream_sources is None:
-            self._add(dict(zip(self._source_sums, sums.flatten(), strict=True)))
-        elif self._pending_by_source is None:
-            self._pending_by_source = sums
-        else:
-            self._pending_by_source = self._pending_by_source + sums
+        sums = sums_by_source(loss, label_mask, sources, num_sources=self._num_sources)
+        self._pending_by_source += sums.to(self.device, non_blocking=True)
 
     def gather(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
         """Return the sums over all ranks of what was added since the last call, and add them to the window.
@@ -232,40 +206,34 @@ class TrainingTotals:
             accelerator: the accelerator of the trainer, which adds numbers of all ranks.
             copies: number of ranks that have counted the same tokens. The sums are divided by it.
         """
-        # A group of sums is pending on all ranks or on none: every rank gets the same number of micro-batches, dummies
-        # included. So either all ranks return here, before they exchange anything, or none does
-        if not self._pending:
-            return dict.fromkeys(self._names, 0.0)
         if self._stream_sources is not None:
             self._agree_on_sources(self._stream_sources)
-        # All ranks reduce vectors of the same length, with 0 for a group to which no rank has added anything
-        dtype = next(iter(self._pending.values())).dtype
-        pending = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
-        sums = torch.cat([group_sums.to(accelerator.device) for group_sums in pending])
+        names = [*self._pending, *self._source_sums]
+        # All ranks reduce vectors of the same length, with 0 for a sum to which no rank has added anything
+        sums = torch.cat([torch.stack([*self._pending.values()]), self._pending_by_source.flatten()])
         sums_of_ranks = (accelerator.reduce(sums, reduction="sum") / copies).tolist()
-        gathered = dict(zip(self._names, sums_of_ranks, strict=True))
-        self._pending = {}
-        self.window.add(StepSpan(sums=gathered))
+        gathered = dict(zip(names, sums_of_ranks, strict=True))
+        self._empty_pending()
+        self.window.add(StepSpan(gathered))
         return gathered
 
+    @property
+    def _source_sums(self) -> list[str]:
+        """The names of the sums by source: the losses of all sources, and then their trained tokens."""
+        return [f"{name}/{source}" for name in ("loss", "trained_tokens") for source in self.sources]
+
     def _agree_on_sources(self, rank_sources: StreamSources) -> None:
-        """Number the sources of a stream alike on all ranks, and add this rank's sums by source to the pending sums.
+        """Number the sources of a stream alike on all ranks, and order this rank's pending sums by these numbers.
 
         Each rank has read different sources, in its own order. On all ranks, sources are numbered by sorted name.
         """
         sources_of_ranks: list[list[str]] = gather_object([[*rank_sources]])
-        names = sorted({name for sources in sources_of_ranks for name in sources})
-        if names != self.sources:
-            self._name_sources(names)
-            for span in (self.window, self.training):
-                span.sums = dict.fromkeys(self._names, 0.0) | span.sums
+        self.sources = sorted({name for sources in sources_of_ranks for name in sources})
+        # Move the sums from this rank's numbers of sources to the numbers on all ranks
         sums = self._pending_by_source
-        self._pending_by_source = None
-        if sums is not None and names:
-            # Move the sums from this rank's numbers of sources to the numbers on all ranks
-            ordered = sums.new_zeros(2, len(names))
-            ordered[:, [names.index(name) for name in rank_sources]] = sums[:, : len(rank_sources)]
-            self._pending[self._source_sums] = ordered.flatten()
+        numbers = [self.sources.index(name) for name in rank_sources]
+        self._pending_by_source = sums.new_zeros(2, len(self.sources))
+        self._pending_by_source[:, numbers] = sums[:, : len(rank_sources)]
 
     def metrics(
         self, span: StepSpan, *, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None

@@ -48,8 +48,7 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
     trainer.training_objective.count_batch(batch, shared, shared.trained)
-    ((names, sums),) = trainer.training_objective.totals._pending.items()
-    sums = dict(zip(names, sums.tolist(), strict=True))
+    sums = trainer.training_objective.totals.gather(trainer.accelerator)
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
     costs = [training_flops(trainer.data.cost_model, lengths, 1.0).sum() for lengths in (positions, positions + 1)]
     assert sums["flops"] == pytest.approx((costs[1] - costs[0]).item(), rel=1e-12)
