@@ -31,7 +31,6 @@ REVIEWED = {
         training/lm_head.py forward_with_scores.has_token_scores
         training/lm_head.py scores.aux_loss
         training/lm_head.py scores.loss
-        training/loading.py self._text_collator.shares
     """,
     "the trainer's own copy of the settings (`adopt_args`)": """
         training/trainer.py args.assistant_only_loss

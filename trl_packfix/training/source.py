@@ -10,9 +10,8 @@ reads together. With sequence parallelism several ranks share a pack, and their 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -25,75 +24,10 @@ from ..group import Group
 from ..planning.packing import Packing
 from ..planning.schedule import Schedule
 from ..reporting.report import PackingReport
-from ..samples.row import PerTurnCounts
-from .reading import TextReading
-from .trainer_view import DataRanks, TrainerPart, TrainerView
+from .batches import BatchMaker
+from .trainer_view import TrainerPart, TrainerView
 
 NUM_COMPARED_STEPS = 2  # optimizer steps at the start of a run in which ranks check that they got the same packs
-
-
-class LoadingView(Protocol):
-    """The members of `TrainingData` (`loading.py`) that a source uses.
-
-    Attributes:
-        reading: reads datasets and collates documents.
-        ranks: the place of this process among the data-parallel ranks.
-        vocab_size: the size of the vocabulary of the model; None if its config has none.
-        turn_counts: how many conversations were read, and how many samples their turns became. None without `per_turn`,
-            which makes a sample of each assistant turn.
-    """
-
-    reading: TextReading
-    ranks: DataRanks
-    vocab_size: int | None
-    turn_counts: PerTurnCounts | None
-
-    @property
-    def trl_counts_first_labels(self) -> bool:
-        """Whether TRL without packing would count the first label of each row in the divisor of its loss.
-
-        No token predicts the first token of a row, so its label is never trained. If a row has 10 labels, TRL then
-        divides the sum of 9 losses by 10. The packing report says by how much this changes the loss.
-        """
-
-    @property
-    def value_columns(self) -> dict[str, str]:
-        """The columns with the weight and the data source of each row (`weight_column`, `source_column`).
-
-        The dictionary has the name of the column by the key of the values in a batch.
-        """
-
-    @property
-    def packing_arguments(self) -> dict[str, Any]:
-        """The arguments of `make_planner` and `packing_of` (`planner.py`) that the config does not have.
-
-        For example, `world_size` is the number of data-parallel ranks, and `cost_model` has the FLOPs of the model.
-        """
-
-    @property
-    def loader_settings(self) -> dict[str, Any]:
-        """The device, whether memory is pinned, and the number of workers, as arguments of `document_loader`."""
-
-    @property
-    def worker_kwargs(self) -> dict[str, Any]:
-        """The arguments `multiprocessing_context`, `prefetch_factor` and `in_order` of `document_loader`."""
-
-    def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
-        """Return the collator that turns the documents of a pack into a batch.
-
-        Args:
-            keys: the keys that the batch gets beside tokens and labels, for weights and data sources.
-            names_sources: whether a document has the name of its data source, as in a stream, and not its number.
-        """
-
-    def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
-        """Return a loader of a table's documents.
-
-        Args:
-            dataset: the documents of the table.
-            sampler: yields, for each batch, the indices of its documents.
-            collate: makes a batch of the documents.
-        """
 
 
 class Source(TrainerPart, ABC):
@@ -111,7 +45,7 @@ class Source(TrainerPart, ABC):
     row_values: RowValues
     numbered_sources: StreamSources | None = None
 
-    def __init__(self, trainer: TrainerView, data: LoadingView):
+    def __init__(self, trainer: TrainerView, data: BatchMaker):
         super().__init__(trainer)
         self._data = data
 

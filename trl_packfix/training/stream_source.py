@@ -26,9 +26,10 @@ from ..planning.packing import Packing
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport
 from . import checkpoints
+from .batches import BatchMaker
 from .planner import packing_of
 from .same_data import check_same_stream
-from .source import LoadingView, Source
+from .source import Source
 from .trainer_view import TrainerView, complete_report
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class StreamSource(Source):
 
     kind = "stream"
 
-    def __init__(self, trainer: TrainerView, data: LoadingView):
+    def __init__(self, trainer: TrainerView, data: BatchMaker):
         super().__init__(trainer, data)
         self.stream: PackedStream | None = None
 
@@ -206,7 +207,7 @@ def _read_saved_stream(checkpoint: str, rank: int, stream: PackedStream) -> dict
 class StreamCallback(TrainerCallback):
     """Refuses ranks that read different streams, and reports with each checkpoint what was read and trained."""
 
-    def __init__(self, trainer: TrainerView, data: LoadingView, source: StreamSource):
+    def __init__(self, trainer: TrainerView, data: BatchMaker, source: StreamSource):
         self._trainer = trainer
         self._data = data
         self._source = source

@@ -37,11 +37,12 @@ from ..reporting.build import make_report
 from ..reporting.report import PackingReport
 from ..version import __version__
 from . import checkpoints
+from .batches import BatchMaker
 from .checkpoints import TrainedMask
 from .planner import documents_of, make_planner
 from .progress import status_shown
 from .same_data import check_same_documents
-from .source import LoadingView, Source
+from .source import Source
 from .trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class TableSource(Source):
     reader: RowReader
     documents: Documents
 
-    def __init__(self, trainer: TrainerView, data: LoadingView):
+    def __init__(self, trainer: TrainerView, data: BatchMaker):
         super().__init__(trainer, data)
         self.planner: EpochPlanner | None = None
         self.settings: dict[str, Any] = {}
