@@ -78,9 +78,7 @@ def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
     """
     rows = read_integer_column(samples, ROW_COLUMN)  # for each sample the index of its conversation, in rising order
     rows = rows[: np.searchsorted(rows, NUM_COMPARED)]  # samples of the rows 0 to 99
-    # Samples with images have another column of tokens
-    column = "input_ids" if "input_ids" in samples.column_names else "tokens"
-    lists = samples.select_columns(column).select(range(len(rows))).with_format("arrow")[:][column]
+    lists = samples.select_columns("input_ids").select(range(len(rows))).with_format("arrow")[:]["input_ids"]
     tokens = [token_list.values.to_numpy() for token_list in lists]
     neighbours = zip(rows[:-1], rows[1:], tokens[:-1], tokens[1:], strict=True)
     pairs = [

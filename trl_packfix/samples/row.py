@@ -106,7 +106,7 @@ class TrainedSummary:
 class Sample:
     """The columns that a recipe made of a row or of one of its turns, or the reason why it could make none."""
 
-    columns: Mapping[str, object]  # tokens and labels, or what was measured of a row with images; empty if bad
+    columns: Mapping[str, object]  # tokens, labels, and what was measured of a row with images; empty if bad
     turn: int = -1  # index of the trained message, if the sample trains one turn; else -1
     counts: AssistantTurnCounts = AssistantTurnCounts()  # turns of the row; zeros in all its samples but the first
     reason: str = ""  # why the row or the turn is bad; empty if it is good

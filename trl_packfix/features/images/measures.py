@@ -1,8 +1,8 @@
 """Measure rows with images before training, and make documents in which only assistant turns are trained.
 
 The processor alone knows how many tokens an image becomes. So `measure` runs it on every row before training, and
-caches the numbers that planning needs (`KINDS`), but no pixels. During training, a worker of the data loader runs the
-processor again (`processor.py`), and must get the same tokens.
+caches tokens, labels and the numbers that planning needs (`KINDS`), but no pixels. During training, a worker of the
+data loader runs the processor again (`processor.py`), and must get the same tokens.
 
 Every image is decoded before training, so that a broken image is found. To save time, only one image of each size is
 processed (`RowProcessor.by_size`). Every 16th row is also processed *in full*, with its own pixels. If its numbers
@@ -24,7 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ...compat import can_train_answers_only
 from ...samples.conversation import Conversation, images_of
-from ...samples.make_samples import columns_of_batch
+from ...samples.make_samples import TOKEN_FEATURES, columns_of_batch
 from ...samples.recipes import Recipe, Row, samples_of_turns, training_template
 from ...samples.row import (
     BAD_ROW_COLUMN,
@@ -46,28 +46,19 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL = 16
 """One row of so many is processed in full, and compared with the numbers that the sizes of its images give."""
 
-# The columns of measured rows: the type of each, and its value in a bad row. `RowProcessor.measure_row` makes the
-# values of a row with T tokens:
+# The columns that measured rows have beside those of tokenised rows (`TOKEN_FEATURES`): the type of each, and its value
+# in a bad row. `RowProcessor.measure_row` makes the values of a row:
 #
-#     length             T
-#     trained            number of labels behind the first token that are not -100
-#     first_is_labelled  whether the first label is not -100
-#     image_stop         the token behind the last image; 0 without an image
-#     image_count        number of images
-#     image_values       number of pixel values in all sequences of the vision tower; an image or a tile is a sequence
-#     image_squares      sum over these sequences of the square of the number of pixel values
-#     tokens             the tokens, (T,)
-#     is_target          which labels are not -100, (T,)
-#     spans              first token of each image and the token behind it, one after the other
-#     contents           a hash of the pixels of each image, by which documents with equal beginnings are found
-#     digest             a hash of the row, by which a cache sees that it has changed
-#     differs            whether the row was measured in both ways with different results
+#     image_stop     the token behind the last image; 0 without an image
+#     image_count    number of images
+#     image_values   number of pixel values in all sequences of the vision tower; an image or a tile is a sequence
+#     image_squares  sum over these sequences of the square of the number of pixel values
+#     spans          first token of each image and the token behind it, one after the other
+#     contents       a hash of the pixels of each image, by which documents with equal beginnings are found
+#     digest         a hash of the row, by which a cache sees that it has changed
+#     differs        whether the row was measured in both ways with different results
 KINDS: dict[str, tuple[object, object]] = {
-    **dict.fromkeys(("length", "trained"), (Value("int64"), 0)),
-    "first_is_labelled": (Value("bool"), False),
     **dict.fromkeys(("image_stop", "image_count", "image_values", "image_squares"), (Value("int64"), 0)),
-    "tokens": (List(Value("uint32")), []),
-    "is_target": (List(Value("bool")), []),
     "spans": (List(Value("int64")), []),
     "contents": (List(Value("binary")), []),
     "digest": (Value("binary"), b""),
@@ -78,7 +69,7 @@ KINDS: dict[str, tuple[object, object]] = {
 def features_of(rule: TurnRule | None) -> Features:
     """Return the types of the columns of measured rows; with a rule, rows are turns, and have `BOOKKEEPING_COLUMNS`."""
     numbers = {} if rule is None else dict.fromkeys(BOOKKEEPING_COLUMNS, Value("int64"))
-    return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW_COLUMN: Value("string")} | numbers)
+    return Features(TOKEN_FEATURES | {name: kind for name, (kind, _) in KINDS.items()} | numbers)
 
 
 @dataclass(frozen=True)
@@ -91,8 +82,10 @@ class ProcessedImages(Recipe):
     process: RowProcessor
     rule: TurnRule | None = None  # decides which turns are trained; None if a sample is a row
     check_interval: int = 1  # one row of so many is processed in full, and all others by the sizes of their images
-    # The values of a row that cannot be processed
-    bad: ClassVar[Mapping[str, object]] = {name: value for name, (_, value) in KINDS.items()}
+    # The values of a row that cannot be processed. Tokens and labels are lists, because those of other rows are
+    bad: ClassVar[Mapping[str, object]] = {"input_ids": [], "labels": []} | {
+        name: value for name, (_, value) in KINDS.items()
+    }
 
     @property
     def setting(self) -> str:  # type: ignore[override]  # a property, because it depends on the rule
@@ -141,7 +134,7 @@ def measure(
     drops: bool,
     rule: TurnRule | None = None,
 ) -> Dataset:
-    """Run the processor on every row, and return a table of the numbers of `KINDS`, which `datasets` caches.
+    """Run the processor on every row, and return a table of tokens, labels and `KINDS`, which `datasets` caches.
 
     Args:
         dataset: A table of rows with images.

@@ -151,7 +151,7 @@ class RowProcessor:
         return spans if _ends_of_images(document, len(spans)) is not None else [(edges[0], edges[-1])]
 
     def measure_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Process a row and return the numbers and hashes that planning needs, by the names in `KINDS` (`measures.py`).
+        """Process a row and return `input_ids` and `labels` as lists, and the values of `KINDS` (`measures.py`).
 
         `contents` has a hash for each image span, of the decoded pixels before processing. The hash depends on the
         number of tokens too, because one image may have more tokens in one document than in another.
@@ -171,15 +171,12 @@ class RowProcessor:
         for name in ("input_ids", "labels"):
             digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
         return {
-            "length": len(tokens),
-            "trained": int((labels[1:] != IGNORE_INDEX).sum()),
-            "first_is_labelled": bool(len(labels) and labels[0] != IGNORE_INDEX),
+            "input_ids": tokens.tolist(),
+            "labels": labels.tolist(),
             "image_stop": spans[-1][1] if spans else 0,
             "image_count": len(images),
             "image_values": int(sizes.sum()),
             "image_squares": int((sizes**2).sum()),  # for the cost of attention in the vision tower
-            "tokens": tokens.tolist(),
-            "is_target": (labels != IGNORE_INDEX).tolist(),
             "spans": [edge for span in spans for edge in span],
             "contents": [
                 _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - start)), span_images)

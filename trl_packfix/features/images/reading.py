@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, Features, Image, IterableDataset, concatenate_datasets
@@ -29,7 +28,6 @@ from ...samples.checks import check_conversations, columns_of, has_images
 from ...samples.conversation import plain_tokenizer
 from ...samples.dataset_warnings import warn_if_nothing_is_stripped, warn_if_turns_do_not_end
 from ...samples.make_samples import count_turns
-from ...samples.row import read_integer_column
 from ...samples.turns import TurnRule
 from ...training.config import SFTConfig
 from ...training.preparation import check_and_set_up
@@ -233,11 +231,7 @@ def measure_rows(
     if rule is None:
         return ImageRows(dataset, process, measures)
     counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
-    reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if for_training:
-        # Warnings look at the first turn that trains a token, which is one row of `measures`
-        first_rows = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
-        first_documents = [reader.read(row, 0, int(reader.lengths[row])) for row in first_rows]
-        warn_if_turns_do_not_end(first_documents, name, process.processor, setting="per_turn")
-        warn_if_nothing_is_stripped(measures, name)  # compares the column `tokens` of turns
-    return reader
+        warn_if_turns_do_not_end(measures, name, process.processor, setting="per_turn")
+        warn_if_nothing_is_stripped(measures, name)
+    return ImageRows(dataset, process, measures, turns=counts, rule=rule)

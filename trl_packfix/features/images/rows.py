@@ -1,7 +1,7 @@
 """Read documents with images, as `data/reader.py` reads documents of tokens alone.
 
 Only the processor of the model knows how many tokens an image has. So every row is processed once before training, and
-its measures are stored in a table (`measures.py`): tokens, places of images, hashes, but no pixels. `ImageRows`
+its measures are stored in a table (`measures.py`): tokens, labels, places of images, hashes, but no pixels. `ImageRows`
 answers the questions of planning from the measures (`data/documents.py`). For a batch it runs the processor on the row
 again.
 
@@ -23,7 +23,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from ...data.reader import RowReader, TokenReader
-from ...planning.arrays import BoolArray, Int64Array
+from ...planning.arrays import Int64Array
 from ...samples.conversation import Conversation, images_of
 from ...samples.row import MAX_ROWS_NAMED, ROW_COLUMN, TURN_COLUMN, PerTurnCounts
 from ...samples.turns import TurnRule
@@ -69,11 +69,8 @@ class ImageRows(RowReader):
         is_per_turn = ROW_COLUMN in measures.column_names
         self.conversations = column(ROW_COLUMN) if is_per_turn else None
         self._turns: Int64Array | None = column(TURN_COLUMN) if is_per_turn else None
-        self.lengths = column("length")
-        # Of each row, the number of labels behind its first token, and whether its first token has a label. The first
-        # is apart, because no token predicts it: a document that begins with its row does not train it
-        self._num_trained: Int64Array = column("trained")
-        self._first_is_labelled: BoolArray = column("first_is_labelled")
+        self.measured = TokenReader(measures)  # reads the tokens and labels of the measures
+        self.lengths = self.measured.lengths
         self.image_stops = column("image_stop")
         self.image_counts: Int64Array = column("image_count")
         self.image_values: Int64Array = column("image_values")
@@ -108,7 +105,7 @@ class ImageRows(RowReader):
 
         So two documents have equal tokens only if their images are equal, too. The numbers begin behind all token ids.
         """
-        flat_tokens = self._columns["tokens"].combine_chunks().flatten().to_numpy().copy()
+        flat_tokens = self._columns["input_ids"].combine_chunks().flatten().to_numpy().astype(np.uint32)
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])  # of the rows in `flat_tokens`, (R + 1,)
         # Hashes of the contents of all images, one for each entry of `_image_spans`
         contents = self._columns["contents"].combine_chunks().flatten().to_pylist()
@@ -132,7 +129,7 @@ class ImageRows(RowReader):
         row_of_span, first, stop = self._image_spans
         first_span, stop_span = np.searchsorted(row_of_span, [row, row + 1])
         spans_of_row = slice(first_span, stop_span)
-        tokens, _ = self.tokens(row)
+        tokens = self.measured.read(row, 0, int(self.lengths[row]))["input_ids"]
         is_special = np.isin(tokens, self._process.special_tokens)
         first = first[spans_of_row]
         stop = stop[spans_of_row]
@@ -230,23 +227,7 @@ class ImageRows(RowReader):
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         """Return the number of labels of each span that are not -100, shape (N,)."""
-        # The measures give the labels of a span that begins with one of the first two tokens and ends with its row:
-        # those behind the first token and, if it begins with the first token, the first label
-        ends_with_row = stop == self.lengths[row]
-        counts = (start == 0) * self._first_is_labelled[row] + ends_with_row * self._num_trained[row]
-        # Read and count the labels of any other span, unless it has only the first token of its row or none
-        begins_later = start > 1
-        ends_between = (stop > 1) & ~ends_with_row
-        for i in np.flatnonzero(begins_later | ends_between):
-            _, is_target = self.tokens(row[i])
-            counts[i] = is_target[start[i] : stop[i]].sum()
-        return counts
-
-    def tokens(self, row: int) -> tuple[Int64Array, BoolArray]:
-        """Return the tokens of a row, and whether each of them has a label, both of shape (tokens,)."""
-        measures = self._table.with_format("arrow")[int(row)]
-        tokens, is_target = (measures[name][0].values for name in ("tokens", "is_target"))
-        return tokens.to_numpy().astype(np.int64), is_target.to_numpy(zero_copy_only=False)
+        return self.measured.count_labels(row, start, stop)
 
     def row(self, row: int) -> dict[str, Any]:
         """Return the columns of a document, unprocessed: a row of the dataset, or a turn with the images up to it."""

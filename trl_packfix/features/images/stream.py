@@ -22,7 +22,6 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, Image, IterableDataset
 
-from ...data.collator import IGNORE_INDEX
 from ...data.documents import Documents, make_documents
 from ...data.stream_reader import StreamRows
 from ...planning.packing import Packing
@@ -131,17 +130,11 @@ class StreamImages(StreamRows):
         span_columns = [getattr(spans, name).tolist() for name in span_fields]
         documents = []
         for row, start, stop, *counts in zip(*span_columns, strict=True):
-            tokens, is_target = reader.tokens(row)
             encoded_row = reader.row(row)
             images = tuple(images_of(encoded_row))
             text = json.dumps({name: value for name, value in encoded_row.items() if name not in IMAGES})
-            documents.append(
-                {
-                    "input_ids": tokens[start:stop].astype(np.int32),
-                    "labels": np.where(is_target, tokens, IGNORE_INDEX)[start:stop].astype(np.int32),
-                    ENCODED: EncodedRow(text, images, start, stop, tuple(counts)),
-                }
-            )
+            tokens = {name: values.astype(np.int32) for name, values in reader.measured.read(row, start, stop).items()}
+            documents.append(tokens | {ENCODED: EncodedRow(text, images, start, stop, tuple(counts))})
         return documents, spans, reader.conversations
 
     def encode_row(self, row: dict[str, Any]) -> dict[str, Any]:
