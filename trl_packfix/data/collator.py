@@ -63,7 +63,7 @@ class DocumentRun(NamedTuple):
 
     document: int  # index of the document in the batch
     first: int = 0
-    # Images are counted only if documents share rows. `features/prefixes/images.py` divides FLOPs by these numbers
+    # Images are counted only if documents share rows. `features/images/collator.py` takes those of a run by them
     images_before: int = 0  # number of images of the document that begin before `first`
     num_images: int = 0  # number of all images of the document
 

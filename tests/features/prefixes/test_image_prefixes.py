@@ -248,6 +248,8 @@ def test_training_computes_what_plan_estimates(family, tmp_path):
     tokens = np.diff([0, *logged(trainer, "num_tokens")])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
     assert report.flops < 0.6
+    assert report.num_families == 3, "one for each picture"
+    assert report.in_families < report.rows
     text = dict(replace(trainer.packing_report, prefixes=report).lines())["common prefixes"]
     assert text.endswith(" of the images are computed")
 

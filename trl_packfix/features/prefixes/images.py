@@ -1,8 +1,8 @@
-"""Shared prefixes of documents with images: the probe of their packs, and an estimate of what is computed.
+"""The probe of packs with images that share prefixes.
 
 Documents that begin alike share an image as a whole, or nothing of it: where their images differ, only the text before
-the image is shared. The probe tests on the model whether each document gets what it gets alone. `probe.py` and
-`savings.py` have the same for documents of text.
+the image is shared. The probe tests on the model whether each document gets what it gets alone. `probe.py` has the
+same for documents of text.
 
 A *row* of a pack is the place of one token. The *run* of a document is its rows that no earlier document has.
 """
@@ -12,15 +12,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...data.epochs import EpochPlanner
-from ...data.reader import RowReader
 from ...isolation.probe import Examples, replace_documents
-from ...layout import layout_of
-from ...planning.arrays import Int64Array
 from ..images.probe import HIGH, SQUARE, WIDE, ImageProbe
 from .collator import PrefixCollator
 from .probe import BRANCH_TOKENS, TRUNK_TOKENS, PrefixProbe
@@ -104,43 +99,3 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         decoder = self.inner.get_decoder()
         with decoder.register_forward_pre_hook(catch_input, with_kwargs=True), torch.enable_grad():
             yield decoder_inputs
-
-
-def computed_with_images(planner: EpochPlanner, reader: RowReader, slots: Int64Array) -> tuple[float, float, float]:
-    """Return the shares of rows, FLOPs and images that some packs compute if their documents share prefixes.
-
-    Args:
-        planner: the planner of the documents.
-        reader: the reader of their rows, which runs the processor on their images as in training.
-        slots: the slots of the packs in the schedule of the first epoch.
-
-    Returns:
-        Rows, FLOPs and images that are computed, each divided by the number without sharing.
-    """
-    schedule = planner.schedule(0)
-    documents = planner.documents
-    collate = PrefixCollator(compare=reader.compare)
-    image_costs = planner.image_costs  # FLOPs of the vision tower for each document
-    totals = np.zeros(3)  # token rows, FLOPs and images of all documents, shared ones included
-    computed = np.zeros(3)  # token rows, FLOPs and images that are computed: shared ones count once
-    for i in slots.tolist():
-        pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]  # numbers of its documents
-        dataset_rows = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
-        batch, runs = collate.collate(dataset_rows)
-        assert documents.image_count is not None, "the documents have no images"
-        lengths = documents.lengths[pack]
-        counts = documents.image_count[pack]
-        # Number of tokens of each document whose rows are another document's. `sizes` counts only documents with
-        # trained tokens, so this says that each document has one trained token.
-        shared = layout_of(batch).sizes(trained=torch.ones(len(pack))).shared_tokens.numpy()
-        image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
-        for run in runs:  # a document has one run, or none
-            # `images_before`: images of the document before its run
-            image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)
-        costs = planner.packing.cost_model(lengths)
-        saved_costs = planner.packing.cost_model(shared)  # causal: shared tokens cost what a document of them would
-        own_costs = costs - saved_costs + image_share * image_costs[pack]
-        totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
-        computed += [(lengths - shared).sum(), own_costs.sum(), (image_share * counts).sum()]
-    rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
-    return rows, flops, images

@@ -8,13 +8,14 @@ still computed: rows computed / tokens of the documents, and the same for FLOPs.
 `PrefixSharing.report_section` calls `planned_savings` for the report. It reads no token: with "family", the order of
 the documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts
 the tokens of some packs (for "pack") and of some *stretches*, documents that follow each other in the table (for
-"family"). With images, it processes the images of a few packs. In training, the log has what was really computed.
+"family"). In training, the log has what was really computed.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...data.documents import Documents
 from ...data.epochs import EpochPlanner
 from ...data.reader import RowReader, TokenReader
 from ...planning.arrays import Int64Array
@@ -24,7 +25,6 @@ from .families import Pieces, make_family_pieces, shared_by_neighbours
 from .tokens import token_order
 
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
-NUM_IMAGE_PACKS = 4  # packs whose images are processed to estimate what "pack" saves
 NUM_STRETCHES = 32  # stretches of the table that are sorted to estimate what "family" saves
 STRETCH_LENGTH = 256  # documents in a stretch
 WORTH_SHARING = 0.95  # the report names a setting that would compute a smaller share of the tokens
@@ -144,25 +144,20 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     """Estimate what a run without families saves, and what the other settings would save.
 
     Returns:
-        The savings; None if prefixes cannot be shared or tokens are not known. With images they are known only for
-        "pack": for "off", the images would have to be processed just to estimate.
+        The savings; None if prefixes cannot be shared or tokens are not known. For documents with images they are
+        estimated only with "pack".
     """
-    if reader.image_counts is not None and planner.packing.share_prefixes == "pack":
-        from .images import computed_with_images  # here, because it imports torch, which takes seconds
-
-        slots = _spaced_slots(planner, NUM_IMAGE_PACKS)
-        rows, flops, images = computed_with_images(planner, reader, slots)
-        # With as many packs as are sampled at most there may be more, so the report calls it an estimate
-        num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
-        return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
-    if not isinstance(reader, TokenReader):
+    setting = planner.packing.share_prefixes
+    has_images = reader.image_counts is not None
+    if not isinstance(reader, TokenReader) and not (has_images and setting == "pack"):
         return None
     documents = planner.documents
     # 1. Sort the documents of some packs.
     slots = _spaced_slots(planner, NUM_PACKS)
     slot = _slots_of_documents(planner)
-    sampled_tokens = token_order(reader, documents, selection=np.flatnonzero(np.isin(slot, slots)))
-    rows, flops = _computed_shares(planner, sampled_tokens.within(slot))  # sorted by tokens inside each slot's pack
+    sampled_tokens = token_order(reader, documents, selection=np.flatnonzero(np.isin(slot, slots))).within(slot)
+    rows, flops = _computed_shares(planner, sampled_tokens)  # sorted by tokens inside each slot's pack
+    images = _computed_share_of_images(documents, reader, sampled_tokens) if has_images else None
     # 2. Make families of some stretches. Blocks of a concatenated table have no families.
     is_sampled = len(documents) > NUM_STRETCHES * STRETCH_LENGTH
     in_families = None
@@ -175,13 +170,13 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         pieces = make_family_pieces(planner, token_order(reader, documents, selection=numbers))
         in_families = float(pieces.rows.sum() / documents.lengths[numbers].sum())
         num_families = pieces.num_families
-    setting = planner.packing.share_prefixes
     return PrefixSavings(
         setting,
         rows=rows if setting == "pack" else 1.0,
         flops=flops if setting == "pack" else 1.0,
         in_packs=rows,
         in_families=in_families,
+        images=images,
         num_packs=NUM_PACKS if len(slots) == NUM_PACKS else None,
         num_documents=NUM_STRETCHES * STRETCH_LENGTH if is_sampled else None,
         num_families=num_families,
@@ -223,3 +218,18 @@ def _computed_shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, 
     # Attention is causal, so the shared tokens of a document cost what a document of only these tokens would
     own_costs = costs - cost_model(shared).sum() + own_image_costs
     return 1 - float(shared.sum() / lengths.sum()), float(own_costs / (costs + image_costs))
+
+
+def _computed_share_of_images(documents: Documents, reader: RowReader, tokens: TokenOrder) -> float:
+    """Return the share of the images that are computed, if neighbours share what they can.
+
+    Args:
+        documents: the documents, with images.
+        reader: the reader of their rows.
+        tokens: some documents, sorted by their tokens inside each pack.
+    """
+    order = tokens.order
+    shared = shared_by_neighbours(tokens.common, documents.lengths[order])
+    assert documents.image_count is not None
+    behind = reader.image_arrays(documents.row[order], documents.start[order] + shared, documents.stop[order])
+    return float(behind["image_count"].sum() / max(documents.image_count[order].sum(), 1))
