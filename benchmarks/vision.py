@@ -33,7 +33,7 @@ def judge(family: str) -> tuple[str, str, str]:
         return "not joined", "refused", str(error)
     truth = ImageJudge(pristine, examples, FIRST_WORD, LAST_WORD)
     stock = truth.judge(build_model(family))
-    packed = PackedModel(model, torch.float32, "cpu", 512, feature=examples.feature)
+    packed = PackedModel(model, torch.float32, "cpu", 512, feature=examples)
     report = packed.prove(model)
     found = f"raises ({stock.refusal})" if stock.refusal else f"{stock.error:.1e}"
     if not packed.is_proved:

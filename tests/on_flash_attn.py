@@ -87,7 +87,7 @@ def judge_images(family: str) -> dict:
     model = build_model(family)
     model.set_attn_implementation("flash_attention_2")
     recorded()
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=make_examples(family, model).feature)
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=make_examples(family, model))
     report = packed.prove(model)
     row = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
     row |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}

@@ -422,11 +422,11 @@ def test_whole_packs_of_one_rank_are_tested_by_default(monkeypatch):
     calls = []
     monkeypatch.setattr(isolation, "check_packs", lambda *values, **more: calls.append((values, more)))
     isolation.check_isolation("model")
-    images = SimpleNamespace(feature="images")
+    images = object()
     isolation.check_isolation("model", 64, 2, images=images, user_attention="eager")
     assert calls == [
         (("model", None, 1), {"feature": PLAIN, "user_attention": None, "farthest": None}),
-        (("model", 64, 2), {"feature": "images", "user_attention": "eager", "farthest": 64}),
+        (("model", 64, 2), {"feature": images, "user_attention": "eager", "farthest": 64}),
     ]
 
 

@@ -156,7 +156,7 @@ if "images" not in PRESENT:
 
 def check_shared(model: Any, max_length: int | None = None, degree: int = 1, images: Any = None) -> Any:
     """Test packs whose documents share prefixes, with images if they are given."""
-    plain = PLAIN if images is None else images.feature
+    plain = PLAIN if images is None else images
     return check_packs(model, max_length, degree, feature=sharing(plain=plain))
 
 
@@ -192,7 +192,7 @@ def proofs(folder: Path) -> list:
         for name, setting in (("images", "off"), ("shared", "pack")) if SHARES else (("images", "off"),):
             examples = make_examples(family, model)
             verdicts[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
-            probe = sharing(setting, examples.feature).make_probe_class(Probe)(model, degree=2)
+            probe = sharing(setting, examples).make_probe_class(Probe)(model, degree=2)
             ids = probe._make_batch(probe.further_examples()[0])["input_ids"][0]
             is_image = ids == probe.images.processor.image_token_id
             verdicts["split", name, family] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())

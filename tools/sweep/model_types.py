@@ -195,7 +195,7 @@ def _sweep_images(row: Row, on_leak: str) -> Row:
     judge = ImageJudge(pristine, examples, image_families.FIRST_WORD, image_families.LAST_WORD)
     stock = judge.judge(pristine)
 
-    attempt = partial(_attempt, build, judge, MAX_LENGTH_WITH_IMAGES, feature=examples.feature)
+    attempt = partial(_attempt, build, judge, MAX_LENGTH_WITH_IMAGES, feature=examples)
     attempts = [attempt(on_leak="raise")]
     if not attempts[0].report.passed:
         attempts.append(attempt(on_leak=on_leak))

@@ -107,7 +107,7 @@ def check_isolation(
     >>> report.passed, report.isolated, report.equal
     (True, True, True)
     """
-    feature = PLAIN if images is None else images.feature
+    feature = PLAIN if images is None else images
     return check_packs(model, max_length, degree, user_attention=user_attention, feature=feature, farthest=max_length)
 
 

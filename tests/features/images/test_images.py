@@ -264,7 +264,7 @@ def test_families_are_right_in_both_dtypes(family):
     assert leaks > 0.1 if family in (*AS_ROWS, "qwen3_5") else leaks < 1e-5  # whose scans start anew with boundaries
     # The search for a repair finds none and takes long, on gemma4 with 70 tokens or less per image.
     on_leak = "unpack" if family.startswith("gemma") else "repair"
-    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, feature=examples.feature)
+    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, feature=examples)
     packed.prove(model)
     assert packed.is_proved
     assert packed.is_unpacked == (family in AS_ROWS)

@@ -140,7 +140,7 @@ def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
 
 
 def prepared(family, **settings):
-    return PackedModel(build_model(family), torch.float32, "cpu", 64, feature=examples_of(family).feature, **settings)
+    return PackedModel(build_model(family), torch.float32, "cpu", 64, feature=examples_of(family), **settings)
 
 
 def test_the_tower_is_ours_while_the_model_takes_packs_only():
@@ -159,9 +159,7 @@ def test_the_tower_is_ours_while_the_model_takes_packs_only():
 def test_the_users_choice_and_a_model_of_text_keep_their_tower(name, has_images):
     model = build_model("qwen3_vl")
     model.config.vision_config._attn_implementation = name
-    packed = PackedModel(
-        model, torch.float32, "cpu", 64, feature=examples_of("qwen3_vl").feature if has_images else PLAIN
-    )
+    packed = PackedModel(model, torch.float32, "cpu", 64, feature=examples_of("qwen3_vl") if has_images else PLAIN)
     packed.attach_packed_attention()
     assert model.config.vision_config._attn_implementation == name
     reason = "vision tower on eager, image by image: it is the user's choice"

@@ -124,7 +124,7 @@ def test_an_image_for_the_tower_alone_counts_nothing():
 
 def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
     model = build_model(family)
-    packed = PackedModel(model, torch.float32, "cpu", 512, feature=PrefixSharing("pack", examples_of(family).feature))
+    packed = PackedModel(model, torch.float32, "cpu", 512, feature=PrefixSharing("pack", examples_of(family)))
     packed.prove(model)
     return model, packed
 
@@ -151,7 +151,7 @@ def test_the_probe_sees_images_of_others(fault):
 def test_the_probe_sees_images_without_a_gradient():
     """States are right, but in packs that share rows no gradient reaches the images."""
     model, packed = proved("llava")
-    placeholder = packed.feature.plain.examples.processor.image_token_id
+    placeholder = packed.feature.plain.processor.image_token_id
     is_image = []
 
     def note(module, args, kwargs):

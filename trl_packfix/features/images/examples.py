@@ -17,8 +17,9 @@ from ...data.collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun, PackedDataCol
 from ...data.loaders import PackCollator
 from ...feature import Feature
 from .collator import ImageLayout, PackedImages, RopeIndex
-from .packs import ImagePacks
+from .probe import ImageProbe
 from .processor import RowProcessor
+from .unpacking import UnpackedImages
 
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 SMALL = (56, 56)  # width and height of an image in pixels: two by two patches of Qwen-VL
 
 
-class ImageExamples:
+class ImageExamples(Feature):
     """Makes documents with random images of any size, and batches of these documents.
+
+    It is the `Feature` of packs with images: its probe tests a model on these documents.
 
     Args:
         process: makes the document of a row, with the processor of the model.
@@ -37,6 +40,8 @@ class ImageExamples:
     Raises:
         ValueError: an output of the processor cannot be joined over documents.
     """
+
+    has_towers = True
 
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
         # `process` has the settings of the run, which may train completions or answers only. Messages without
@@ -48,10 +53,13 @@ class ImageExamples:
         self.layout = self._learn_layout()
         self.images = PackedImages(self.layout, rope_index)
 
-    @property
-    def feature(self) -> Feature:
-        """The hooks that the rest of the package calls for packs with images (`feature.py`), with these examples."""
-        return ImagePacks(self)
+    def make_probe_class(self, probe_class: Any) -> Any:
+        """Return the `ImageProbe` that makes its documents with these examples."""
+        return ImageProbe.with_images(self)
+
+    def make_unpacked_class(self, unpacked_class: Any) -> Any:
+        """Return the class that runs the documents of a pack as rows, for models with images."""
+        return UnpackedImages
 
     def image(self, width: int, height: int) -> "Image.Image":
         """Return an image of random pixels."""

@@ -59,7 +59,7 @@ class ImageReading(TextReading):
         model_class = type(inner.base_model)  # the class below the LM head, which has the method for M-RoPE positions
         rope_index = RopeIndex(model_class, inner.config) if hasattr(model_class, "get_rope_index") else None
         self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
-        self.feature = self.examples.feature
+        self.feature = self.examples  # its probe makes documents with them
         self.tower = vision_tower(inner) or nn.Module()  # without parameters, so not trained, if no tower is known
 
     def make_reader(self, dataset: Dataset, name: str) -> RowReader:
