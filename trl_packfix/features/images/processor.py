@@ -12,7 +12,7 @@ Words:
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from datasets import Image
 from torch import Tensor
+from torch.utils._pytree import tree_all, tree_map
 from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -319,32 +320,16 @@ class SizeProcessor:
     def __call__(self, images: object, **kwargs: object) -> Any:
         from PIL import Image as Pillow  # a requirement of data with images only
 
-        try:
-            sizes = _map_images(images, lambda image: (image.size, image.mode))
-        except TypeError:  # arrays, for example
+        if not tree_all(lambda image: isinstance(image, Pillow.Image), images):  # arrays, for example
             return self._image_processor(images=images, **kwargs)
+        sizes = tree_map(lambda image: (image.size, image.mode), images)
         key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
             # Not black: without normalisation black is 0, as padding is, which `_shape` tells apart
-            one_colour_images = _map_images(images, lambda image: Pillow.new(image.mode, image.size, 1))
+            one_colour_images = tree_map(lambda image: Pillow.new(image.mode, image.size, 1), images)
             outputs = self._image_processor(images=one_colour_images, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
         return copy.copy(self._known[key])
-
-
-def _map_images(images: object, function: Callable[[Any], object]) -> object:
-    """Apply a function to each image of PIL in nested lists, and return the results nested in the same way.
-
-    Raises:
-        TypeError: If an item is neither an image of PIL nor a list.
-    """
-    from PIL import Image as Pillow
-
-    if isinstance(images, Pillow.Image):
-        return function(images)
-    if not isinstance(images, list | tuple):
-        raise TypeError(f"not an image: {type(images).__name__}")
-    return [_map_images(image, function) for image in images]
 
 
 def _shape(value: Any) -> Any:
