@@ -8,7 +8,7 @@ packs of text alone. The images come from `examples.py`, which passes them throu
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...data.rank_share import RankShare
 from ...group import ALONE, Group
@@ -106,10 +106,3 @@ class ImageProbe(Probe):
     def make_unpacked_batch(self, ids: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch of one document, as in unpacked training."""
         return self.move_batch(self.images.unpacked_batch(self._values(ids)))
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The module that the test of the model puts into eval mode."""
-        # The decoder contains all attention. The model around it stays in training mode, because models may build their
-        # masks in another way in eval mode (paligemma).
-        return self.inner.get_decoder()
