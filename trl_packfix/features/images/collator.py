@@ -174,15 +174,11 @@ class PackedImages(PackContent):
             entries[name] = F.pad(joined, (0, position_ids.shape[1] - joined.shape[1]))
         # Take the outputs for the images that begin in each run, if there are any: the first `images_before` images of
         # its document begin before it, in tokens that the document shares
-        run_outputs = []
-        for run in runs:
-            document = documents[run.document]
-            if run.images_before == 0:
-                run_outputs.append(document)
-            elif run.images_before < run.num_images:
-                run_outputs.append(
-                    images_between(document, run.images_before, run.num_images, num_images=run.num_images)
-                )
+        run_outputs = [
+            images_between(documents[run.document], run.images_before, run.num_images, num_images=run.num_images)
+            for run in runs
+            if run.images_before == 0 or run.images_before < run.num_images
+        ]
         for name, axis in self.layout.images.items():
             tensors = [outputs[name] for outputs in run_outputs if name in outputs]
             if tensors:
