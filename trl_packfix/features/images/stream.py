@@ -93,7 +93,7 @@ class StreamImages(StreamRows):
             feature = dataset.features.get(name)
             # The feature of a column of lists contains the feature of an image
             while feature is not None and not isinstance(feature, Image):
-                feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+                feature = getattr(feature, "feature", None)
             mode = mode if feature is None else feature.mode
         return dataset.decode(False), replace(self, mode=mode)
 
