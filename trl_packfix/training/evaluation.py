@@ -139,8 +139,8 @@ class Evaluation(TrainerPart):
         # A loss of the user reads one label for each token row. A token row that several documents share can have more
         # than one next token, and so more than one label. So with such a loss documents share no prefix
         shares = self._data.shares_rows and self.replaces_trl_metrics
-        # Documents that begin alike are found by sorting documents by their tokens, which must be stored for this
-        can_sort = self._data.reading.has_stored_tokens
+        # Documents that begin alike are found by sorting documents by their stored tokens, which text has
+        can_sort = self._data.reading.is_text_only
         return features_of(self.args).in_evaluation(can_sort=can_sort, shares=shares)
 
     def _read_documents(self, dataset: Dataset) -> DocumentDataset:

@@ -244,10 +244,9 @@ class TrainingData(BatchMaker):
             feature=features_of(args, self.reading.feature),
         )
         # Proofs of an earlier start with an equal model and engine are read from the folder of the cached documents.
-        # Saved proofs hold for text only, so none is read for rows with images, whose tokens are not stored in the
-        # dataset
+        # Saved proofs hold for text only, so none is read for rows with images
         folder = self.source.cache_folder
-        if folder is not None and self.reading.has_stored_tokens:
+        if folder is not None and self.reading.is_text_only:
             plugin = self._trainer.accelerator.state.deepspeed_plugin
             engine = (self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config)
             packed_model.recall = partial(recall_proof, folder=folder, settings=(engine, args.torch_compile))

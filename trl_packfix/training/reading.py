@@ -33,18 +33,15 @@ class TextReading(TrainerPart):
     `TrainerPart` gives it the trainer, as `self._trainer`, and its config, as `self.args`.
 
     Attributes:
-        trl_accepts_packing: whether TRL's constructor accepts `packing=True` with such rows.
-        is_text_only: whether documents hold only text, so that documents of one length can be the rows of one batch.
-        has_stored_tokens: whether the tokens of all documents can be read without a processor.
+        is_text_only: whether documents hold only text. Their tokens are then stored, documents of one length can be the
+            rows of one batch, and TRL's constructor accepts `packing=True` with them.
         feature: the feature of packs. The test that documents in packs do not influence each other is made with it.
         tower: the part of the model that reads no text; an empty module if there is none.
         compare: returns the content of documents by which `share_prefixes` finds common beginnings; None compares
             tokens.
     """
 
-    trl_accepts_packing = True
     is_text_only = True
-    has_stored_tokens = True
     feature: Feature = PLAIN
     tower = nn.Module()
     compare: Compare | None = None

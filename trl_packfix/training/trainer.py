@@ -213,7 +213,7 @@ class SFTTrainer(trl.SFTTrainer):
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
         # `assistant_only_loss` with most chat templates. This package does both itself, and hides the settings.
         values_for_trl: dict[str, Any] = {
-            "packing": args.packing and data.reading_class.trl_accepts_packing,  # False for rows with images
+            "packing": args.packing and data.reading_class.is_text_only,
             "assistant_only_loss": False,
         }
         if args.packing:

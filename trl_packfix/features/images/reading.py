@@ -47,9 +47,7 @@ class ImageReading(TextReading):
     It is constructed before an engine such as DeepSpeed wraps the model, and takes the processor from TRL's collator.
     """
 
-    trl_accepts_packing = False  # TRL refuses `packing=True` with images, so its constructor gets False
     is_text_only = False  # documents hold more than tokens
-    has_stored_tokens = False  # only the processor knows the tokens of a row
 
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
