@@ -64,7 +64,7 @@ class ImageReading(TextReading):
         """Return the reader of a table. A table without images that is tokenised is read as text."""
         if self._is_tokens(dataset):
             return super().make_reader(dataset, name)
-        return measure_rows(dataset, self.process, name, args=self.args, for_training=name == "train")
+        return measure_rows(dataset, self.process, name, args=self.args)
 
     def _is_tokens(self, dataset: Dataset | IterableDataset) -> bool:
         """Return whether a dataset is tokenised and has no images."""
@@ -184,7 +184,7 @@ def read_table(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
     )
     if args.assistant_only_loss:
         collate = masking_collator(collate, TurnRule.from_args(args))
-    return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, for_training=True)
+    return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args)
 
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
@@ -202,24 +202,22 @@ def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool
     return RowProcessor(collate)
 
 
-def measure_rows(
-    dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, for_training: bool
-) -> ImageRows:
+def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig) -> ImageRows:
     """Measure the rows of a dataset, on the main process first: all other processes read its cache.
 
     Args:
         dataset: rows with images.
         process: makes a document of a row.
-        name: how messages name the dataset.
+        name: "train" or "evaluation". With `bad_rows="drop"`, bad rows of the training set become documents without
+            tokens, which are later dropped and counted. With `per_turn`, warnings are logged for the training set if
+            turns do not end, or if the chat template strips nothing from earlier turns.
         args: the config of the run.
-        for_training: whether it is the training set. With `bad_rows="drop"` its bad rows become documents without
-            tokens, which are later dropped and counted. With `per_turn`, warnings are logged if turns do not end, or
-            if the chat template strips nothing from earlier turns.
 
     Returns:
         The reader of the documents; with `per_turn`, each turn is a document.
     """
-    drops = for_training and args.bad_rows == "drop"
+    is_training_set = name == "train"
+    drops = is_training_set and args.bad_rows == "drop"
     rule = TurnRule.from_args(args) if args.per_turn else None
     if rule is not None:
         check_conversations(dataset, name)
@@ -229,7 +227,7 @@ def measure_rows(
     if rule is None:
         return ImageRows(dataset, process, measures)
     counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
-    if for_training:
+    if is_training_set:
         warn_if_turns_do_not_end(measures, name, process.processor, setting="per_turn")
         warn_if_nothing_is_stripped(measures, name)
     return ImageRows(dataset, process, measures, turns=counts, rule=rule)
