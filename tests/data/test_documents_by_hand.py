@@ -26,7 +26,7 @@ class Reader:
         self.packed = seq_lengths
         self.bad = bad
         self.undividable = undividable
-        self.cuts_anywhere = cuts is None
+        self.image_stops = None if cuts is None else np.zeros(len(rows))
         self.cuts = cuts
 
     def __len__(self):

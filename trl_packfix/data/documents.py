@@ -372,7 +372,7 @@ def _apply_overlong(
     if overlong == "drop":
         return spans.drop(is_long, "overlong")
     if overlong == "split":
-        if not reader.cuts_anywhere:  # rows have images, which must not be cut
+        if reader.image_stops is not None:  # rows have images, which must not be cut
             return _split_between_images(spans, reader, max_length)
         num_fragments = -(-spans.lengths // max_length)
         fragment_start = index_in_group(num_fragments) * max_length

@@ -51,8 +51,9 @@ class RowReader(ABC):
     """
 
     lengths: Int64Array  # number of tokens of each row
-    cuts_anywhere = True  # whether a row can be split at any token; otherwise `find_cuts` says where
-    image_stops: Int64Array | None = None  # the token behind the last image of each row; 0 in a row without images
+    # The token behind the last image of each row, 0 in a row without images. None if rows hold tokens only: they can be
+    # split at any token, and rows with images where `find_cuts` says
+    image_stops: Int64Array | None = None
     image_counts: Int64Array | None = None  # number of images of each row
     # A function that returns what the collator compares, in place of tokens, to find common beginnings of documents in
     # one batch. None compares tokens. (`comparison_reader` does the same for planning, which compares whole tables)
@@ -91,7 +92,7 @@ class RowReader(ABC):
     def find_cuts(self, row: int, max_length: int) -> list[int] | None:
         """Return the places where a row is cut into fragments of at most `max_length` tokens, without cutting an image.
 
-        It is called only for a reader that does not cut anywhere (`cuts_anywhere`).
+        It is called only for a reader of rows with images (`image_stops`).
 
         Returns:
             The places, from 0 to the number of tokens of the row. None if an image is too long for a fragment.

@@ -43,7 +43,6 @@ class ImageRows(RowReader):
         rule: which turns become rows; None if each row of the dataset is one row.
     """
 
-    cuts_anywhere = False
     image_stops: Int64Array
 
     def __init__(
