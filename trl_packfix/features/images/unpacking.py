@@ -39,14 +39,14 @@ class UnpackedImages(AroundCalls):
         assert not args, "packs are passed by name"
         # Padding behind the longest row, too, because transformers drops a mask that hides nothing
         row_length = int(kwargs["max_length_q"]) + NUM_PADDING_TOKENS
-        columns = torch.arange(row_length, device=boundaries.device)
-        mask = columns < boundaries.diff()[:, None]  # which tokens of the rows are real, (B, L)
-        token_indices = (boundaries[:-1, None] + columns).clamp(max=boundaries[-1] - 1)  # in the pack, (B, L)
+        # Which tokens of the rows are real, (B, L)
+        mask = torch.arange(row_length, device=boundaries.device) < boundaries.diff()[:, None]
         # Without positions the model counts them anew in each row
         row_arguments = {name: value for name, value in kwargs.items() if name not in (*BOUNDARIES, "position_ids")}
         for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
-            if row_arguments.get(name) is not None:
-                row_arguments[name] = row_arguments[name][0][token_indices].masked_fill(~mask, 0)
+            tokens = row_arguments.get(name)
+            if tokens is not None:
+                row_arguments[name] = tokens.new_zeros(mask.shape).masked_scatter(mask, tokens)
         output = yield (), row_arguments | {"attention_mask": mask.long()}
         # Select the real tokens of the states and of the logits of routers, of which the batch has one tensor each
         yield join_outputs(
