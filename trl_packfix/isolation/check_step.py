@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -491,7 +490,7 @@ def document_length(document: Document) -> int:
 
 def count_trained(document: Document) -> int:
     """Return the number of trained tokens of a document. Its first token is never one."""
-    return int((np.asarray(document["labels"])[1:] != IGNORE_INDEX).sum())
+    return int((torch.as_tensor(document["labels"])[1:] != IGNORE_INDEX).sum())
 
 
 def mask_labels(document: Document) -> Document:
