@@ -26,7 +26,7 @@ from flash_attn import strict
 from peft import LoraConfig
 from support.launch import print_rows, seen_by
 from support.models import build_tiny_model
-from support.runs import build_trainer, texts, weights
+from support.runs import build_trainer, proved, texts, weights
 from sweep import zoo
 from sweep.judge import Judge
 from sweep.model_types import MAX_LENGTH
@@ -35,7 +35,6 @@ from transformers.utils import import_utils
 
 from trl_packfix.attention import choice
 from trl_packfix.isolation import packed_model
-from trl_packfix.isolation.packed_model import PackedModel
 
 recorded = partial(seen_by, strict)  # since the last call
 
@@ -67,8 +66,7 @@ def judge(model_type: str) -> dict:
     recorded()
     model = zoo.build_model(model_type)
     try:
-        packed = PackedModel(model, torch.bfloat16, "cuda", MAX_LENGTH)
-        report = packed.prove(model)
+        packed, report = proved(model, dtype=torch.bfloat16, device="cuda", max_length=MAX_LENGTH)
     except Exception as error:
         return {"type": model_type, "attention": "", "refused": f"{type(error).__name__}: {error}"} | recorded()
     judgement = truth.judge(model)
@@ -87,8 +85,7 @@ def judge_images(family: str) -> dict:
     model = build_model(family)
     model.set_attn_implementation("flash_attention_2")
     recorded()
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=make_examples(family, model))
-    report = packed.prove(model)
+    packed, report = proved(model, dtype=torch.bfloat16, device="cuda", feature=make_examples(family, model))
     row = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
     row |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}
     return row | {"proved": report.isolated and report.equal, "reason": packed.attention.reason} | recorded()

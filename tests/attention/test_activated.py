@@ -14,6 +14,7 @@ import torch.nn.attention
 from support.attention import bounds_of, one_launch, outputs_and_gradients, random_inputs, take_path_of_cuda
 from support.features import PRESENT, needs, sharing
 from support.models import build_tiny_model
+from support.runs import packed_model
 from support.shared_rows import pack_of
 from support.strict_varlen import ATEN, StrictVarlen
 
@@ -23,7 +24,7 @@ from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import attend_on_cuda
 from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
+from trl_packfix.isolation.packed_model import LOOKS_UP
 
 _fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="torch has FlashAttention-3 from 2.11 on")
 pytestmark = pytest.mark.slow
@@ -123,7 +124,7 @@ def test_the_report_names_it(fa3):
 def test_the_probe_judges_it(fault, setting, fa3):
     fa3.fault = fault
     model = build_tiny_model("llama", dtype=torch.bfloat16)
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, on_leak="raise", feature=sharing(setting))
+    packed = packed_model(model, torch.bfloat16, "cuda", on_leak="raise", feature=sharing(setting))
     with Dispatched() as mode:
         report = packed.prove(model)
         assert report.passed is not bool(fault)
@@ -142,4 +143,4 @@ def test_a_refusal_is_raised(fa3):
     fa3.fault = "forward"
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     with Dispatched(), pytest.raises(KernelError, match="only supports Hopper GPUs"):
-        PackedModel(model, torch.bfloat16, "cuda", 64).prove(model)
+        packed_model(model, torch.bfloat16, "cuda").prove(model)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import with_attention
+from support.runs import packed_model
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -15,7 +16,6 @@ from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.isolation import packed_model as packing
 from trl_packfix.isolation import search, tracing
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
 
 PLAYED = "flash_played"  # the name of a flash attention, as transformers and this package see it
@@ -43,11 +43,11 @@ def played():
     del AttentionInterface._global_mapping[PLAYED], AttentionMaskInterface._global_mapping[PLAYED]
 
 
-def packed_model(model, monkeypatch, **settings):
+def packed_for_cuda(model, monkeypatch, **settings):
     monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: None)
     # transformers would look for the played name on the Hub
     monkeypatch.setattr(packing, "set_attention", with_attention)
-    return PackedModel(model, torch.bfloat16, "cuda", 64, **settings)
+    return packed_model(model, torch.bfloat16, "cuda", **settings)
 
 
 REFUSALS = [
@@ -63,7 +63,7 @@ REFUSALS = [
 def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch):
     """It ends in another attention, with the reason; documents are not unpacked and nothing is repaired."""
     played.error = error
-    packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
+    packed = packed_for_cuda(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
     assert packed.attention.name == PLAYED
     with pytest.warns(UserWarning, match=r"'flash_played' cannot compute this model: .*'packfix_varlen' is used"):
         report = packed.prove(packed.model)
@@ -81,7 +81,7 @@ def test_without_another_attention_the_refusal_ends_at_the_user(played, tiny_mod
     played.error = REFUSALS[0]
     model = with_attention(tiny_model("llama"), PLAYED)
     with pytest.raises(KernelError, match="head dimension at most 256"):
-        packed_model(model, monkeypatch, enforce_flash_attention=False).prove(model)
+        packed_for_cuda(model, monkeypatch, enforce_flash_attention=False).prove(model)
     with pytest.raises(ValueError, match="head dimension at most 256"):
         check_isolation(model)
 
@@ -102,7 +102,7 @@ DEVICE_ERRORS = [
 def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, tiny_model, monkeypatch):
     """Search for no repair: the context may be lost, and other ranks wait."""
     played.error = error
-    packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
+    packed = packed_for_cuda(with_attention(tiny_model("llama"), PLAYED), monkeypatch)
     with pytest.raises(type(error)) as raised:
         packed.prove(packed.model)
     assert raised.value is error
@@ -111,7 +111,7 @@ def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, t
 
 def test_another_error_of_the_model_is_still_a_pack_that_it_refuses(played, tiny_model, monkeypatch):
     played.error = RuntimeError("shape '[1, 5]' is invalid for input of size 7")
-    packed = packed_model(with_attention(tiny_model("llama"), PLAYED), monkeypatch, on_leak="raise")
+    packed = packed_for_cuda(with_attention(tiny_model("llama"), PLAYED), monkeypatch, on_leak="raise")
     assert "is invalid for input" in packed.prove(packed.model).error
 
 
@@ -136,7 +136,7 @@ def test_boundaries_are_given_to_the_attention_of_the_text_only():
 def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch):
     """Kernels that add in another order on each run may give ranks different results: then all raise, none waits."""
     model = tiny_model("bloom")  # it leaks; the search first looks for positions that do not restart
-    packed = PackedModel(model, torch.float32, "cpu", 64)
+    packed = packed_model(model)
     ran = []
 
     def gather(values, value):

@@ -20,6 +20,7 @@ from support.attention import (
     take_path_of_cuda,
 )
 from support.models import attend_packs
+from support.runs import packed_model
 from support.strict_varlen import StrictVarlen
 from torch import nn
 from torch._dynamo.utils import counters
@@ -36,7 +37,6 @@ from trl_packfix.attention.runs import _cut_launch_at_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.group import ALONE
-from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
 T = sum(LENGTHS)
@@ -330,7 +330,7 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
     model = tiny_model("gemma4_text", **sizes, **layers)
     message = "heads have up to 264 dimensions and the kernels take 256.*install ffpa-attn"
     with nullcontext() if installed else pytest.warns(UserWarning, match=message):
-        packed = PackedModel(model, torch.bfloat16, "cuda", 64)
+        packed = packed_model(model, torch.bfloat16, "cuda")
     with StrictVarlen() as calls:
         report = packed.prove(model)
     assert packed.is_proved, report.summary()

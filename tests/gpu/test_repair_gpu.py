@@ -7,12 +7,12 @@ import copy
 
 import pytest
 import torch
+from support.runs import packed_model, proved
 from sweep import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +24,7 @@ def test_documents_are_what_they_are_alone(model_type):
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the latter with GPU_TESTS_ON_CPU=1
     model = zoo.build_model(model_type).to(device, torch.bfloat16)
     model_alone = copy.deepcopy(model).float()
-    packed = PackedModel(model, torch.bfloat16, device, max_length=64)
-    report = packed.prove(model)
+    report = proved(model, dtype=torch.bfloat16, device=device)[1]
     assert report.passed, report.summary()
     documents = [torch.randint(16, 128, (n,)) for n in LENGTHS]
     batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
@@ -55,7 +54,7 @@ def test_a_deep_model_is_proved_and_not_repaired(model_type, seed, device="cuda"
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    packed = PackedModel(model, torch.bfloat16, device, max_length=64)
+    packed = packed_model(model, torch.bfloat16, device)
     packed.attach_packed_attention()
     for report in (check_isolation(model, max_length=64), packed.prove(model)):
         assert report.passed, report.summary()

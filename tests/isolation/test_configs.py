@@ -15,12 +15,11 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from support.runs import build_trainer, stock
+from support.runs import build_trainer, proved, stock
 from sweep import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packfix.cli.check_model import check_model, tiny_model
-from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("precision_of_its_own")]
 
@@ -74,11 +73,6 @@ def build(file, dtype=torch.float32, seed=0):
     return zoo.random_model(lambda: build_known(config), seed).to(dtype)
 
 
-def proved(model, dtype):
-    packed = PackedModel(model, dtype, "cpu", max_length=MAX_LENGTH)
-    return packed, packed.prove(model)
-
-
 def documents(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     high = min(VOCABULARY, model.config.get_text_config(decoder=True).vocab_size)
@@ -127,7 +121,7 @@ def test_is_proved_in_bf16(tiny_config):
     """Models must be proved with weights in bf16; in fp32 and under autocast the trainer proves them below."""
     if tiny_config.stem in NOT_RUN:
         pytest.skip(NOT_RUN[tiny_config.stem])
-    report = proved(build(tiny_config, torch.bfloat16), torch.bfloat16)[1]
+    report = proved(build(tiny_config, torch.bfloat16), dtype=torch.bfloat16, max_length=MAX_LENGTH)[1]
     assert report.passed, report.summary()
 
 
@@ -153,7 +147,7 @@ def test_the_config_alone_is_judged_as_the_tiny_model(full_config, tmp_path):
     assert result.in_training.passed
     tiny = full_config.parent.parent / "tiny" / full_config.name
     if tiny.exists() and full_config.stem not in JUDGED_APART:
-        packed, report = proved(build(tiny), torch.float32)
+        packed, report = proved(build(tiny), max_length=MAX_LENGTH)
         assert report.passed
         assert {repair.module for repair in packed.repaired} == {r.module for r in result.in_training.repaired}
 

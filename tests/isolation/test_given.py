@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.models import build_tiny_model
+from support.runs import packed_model, proved
 from support.versions import current_models
 from sweep import zoo
 from sweep.judge import Judge, packed, padded_by_trl
@@ -17,18 +18,11 @@ from trl_packfix.attention.choice import own_attention, set_attention
 from trl_packfix.attention.kernel_errors import OwnAttentionError
 from trl_packfix.attention.masked import MASKED_NAME
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import NUM_PADDING_TOKENS, Probe
 from trl_packfix.isolation.probed_model import CannotRun
 from trl_packfix.isolation.thresholds import thresholds
 
 MINIMAX = "minimax_m3_vl_text"
-
-
-def proved(model, max_length=64, **settings):
-    """Return the packed model, and the report of its proof."""
-    packed = PackedModel(model, torch.float32, "cpu", max_length, **settings)
-    return packed, packed.prove(model)
 
 
 def states():
@@ -111,12 +105,12 @@ def test_a_long_document_does_not_run_on_eager(monkeypatch):
 def test_attention_that_is_set_after_a_proof_is_set_back_in_packs(is_recalled):
     """This holds after a proof of this start, and after a proof that was remembered from an earlier start."""
     model = build_tiny_model("llama")
-    packed_model, report = proved(model)
+    first, report = proved(model)
     if is_recalled:
-        packed_model.restore_own_attention()
-        packed_model = PackedModel(model, torch.float32, "cpu", 64)
-        packed_model.recall = lambda wrapped, prove, **what: report
-        packed_model.prove(model)
+        first.restore_own_attention()
+        recalled = packed_model(model)
+        recalled.recall = lambda wrapped, prove, **what: report
+        recalled.prove(model)
     model.set_attn_implementation("sdpa")
     with pytest.warns(UserWarning, match="'packfix_varlen' is set again"):
         model(**packed([torch.arange(20, 29), torch.arange(30, 35)]))
@@ -337,7 +331,7 @@ def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
     assert any("Attention" in str(repair) for repair in packed.repaired)
     assert difference_alone(packed, model, [60, 20]) < 1e-5
     packed.restore_own_attention()
-    plain, report = proved(model, 35)
+    plain, report = proved(model, max_length=35)
     assert report.equal
     assert difference_alone(plain, model, [60, 20]) > 1e-3, "nothing was chosen"
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.features import PRESENT, needs, sharing
+from support.runs import proved
 from support.versions import IS_5_24, current_models
 from sweep import zoo
 from sweep.judge import Judge, PrefixJudge, packed
@@ -14,7 +15,6 @@ from trl_packfix import check_isolation
 from trl_packfix.attention.mixer_support import mixer_function_places
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.slow
 
@@ -98,8 +98,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert all(".modeling_" in names["__name__"] for names, _ in places)
     assert {name for _, name in places} == wanted.mixers
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    packed_model = PackedModel(model, torch.float32, "cpu", 64)
-    report = packed_model.prove(model)
+    packed_model, report = proved(model)
     assert report.passed
     assert packed_model.is_proved
     assert not packed_model.is_unpacked
@@ -133,8 +132,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
 def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
     """In every dtype, fp64 too, the gated delta rule computes in fp32 and has the rounding of fp32."""
     model, pristine = (zoo.build_model("qwen3_5_text") for _ in range(2))
-    packed_model = PackedModel(model, torch.float32, "cpu", 64)
-    packed_model.prove(model)
+    packed_model, _ = proved(model)
     packed_model.feature = sharing()
     assert packed_model.prove_feature(model) is None
     judge = PrefixJudge(pristine)
@@ -161,8 +159,8 @@ def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
 )
 def test_packs_of_one_shape_without_our_attention(model_type, settings):
     model = zoo.build_model(model_type)
-    packed_model = PackedModel(model, torch.float32, "cpu", 64, **settings)
-    assert packed_model.prove(model).passed
+    packed_model, report = proved(model, **settings)
+    assert report.passed
     assert packed_model.is_unpacked is ("on_leak" in settings)
     judgement = Judge(zoo.build_model(model_type), decides_only=True).judge(model, static)
     assert judgement.right, judgement

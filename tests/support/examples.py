@@ -17,9 +17,8 @@ from sweep.page import read
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from trl_packfix.isolation.packed_model import PackedModel
-
 from .models import build_tiny_model
+from .runs import proved
 
 DOCS = Path(__file__).parents[2] / "docs"
 # The attention of both layers, as it is written in the column `repairs`
@@ -78,9 +77,8 @@ def type_with_own_attention() -> str:
     candidates = [name for name in isolated if name in CONFIG_MAPPING]
     for model_type in candidates:
         model = zoo.build_model(model_type)
-        packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak="raise")
-        report = packed_model.prove(model)
-        packed_model.restore_own_attention()
+        packed, report = proved(model, on_leak="raise")
+        packed.restore_own_attention()
         if report.passed and report.attention == "eager":
             return model_type
     raise AssertionError(f"none of {candidates} is isolated with its own attention. Run `make sweep`.")

@@ -62,8 +62,15 @@ def stock(folder, dataset, model="llama", **kwargs):
     )
 
 
-def packed_model(model, **settings):
-    return PackedModel(model, torch.float32, "cpu", 64, **settings)
+def packed_model(model, dtype=torch.float32, device="cpu", max_length=64, **settings):
+    """Return a model that is set up for packs, and not yet proved."""
+    return PackedModel(model, dtype, device, max_length, **settings)
+
+
+def proved(model, **settings):
+    """Return the `packed_model` with these settings, and the report of its proof."""
+    packed = packed_model(model, **settings)
+    return packed, packed.prove(model)
 
 
 def texts(num=40, seed=0):

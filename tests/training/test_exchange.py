@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks.exchange import HEADS
 from support.examples import leaking_example, type_with_own_attention
-from support.runs import build_trainer, texts
+from support.runs import build_trainer, proved, texts
 from sweep import zoo
 from torch import nn
 
@@ -21,7 +21,6 @@ from trl_packfix.attention.packed_forward import PackedForward, packed_forward_e
 from trl_packfix.attention.runs import launches_of
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.group import ALONE, Group, make_groups
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak
 from trl_packfix.training.totals import scores_of
 
@@ -139,10 +138,10 @@ def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
 )
 def test_models_that_were_changed_to_be_packed_are_not_shared(find_type, on_leak, reason):
     model = zoo.build_model(find_type())
-    packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak=on_leak)
-    assert packed_model.prove(model).isolated
+    packed, report = proved(model, on_leak=on_leak)
+    assert report.isolated
     with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):
-        packed_model.prove_degree(model, 2)
+        packed.prove_degree(model, 2)
 
 
 def test_what_the_probe_finds_on_parts_is_told_with_the_module():

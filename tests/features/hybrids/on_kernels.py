@@ -30,7 +30,7 @@ from pytest import MonkeyPatch
 from support.attention import take_path_of_cuda
 from support.host_reads import ReadsOfSteps
 from support.launch import print_rows, seen_by
-from support.runs import build_trainer, texts
+from support.runs import build_trainer, packed_model, proved, texts
 from support.strict_varlen import StrictVarlen
 from sweep import page, zoo
 from sweep.judge import Judge, PrefixJudge
@@ -38,7 +38,6 @@ from sweep.model_types import MAX_LENGTH
 
 from trl_packfix.features.hybrids.support import HybridMixers
 from trl_packfix.isolation.check_isolation import check_isolation
-from trl_packfix.isolation.packed_model import PackedModel
 
 recorded = partial(seen_by, strict)  # since the last call
 
@@ -48,8 +47,7 @@ def judge(model_type: str) -> dict:
     started = time.process_time()
     truth = Judge(zoo.build_model(model_type))
     model = zoo.build_model(model_type)
-    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH)
-    report = packed.prove(model)
+    packed, report = proved(model, max_length=MAX_LENGTH)
     row = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
     row |= {"proved": report.passed, "repairs": list(map(str, packed.repaired))}
     recorded()
@@ -103,7 +101,7 @@ def rounding(model_type: str) -> dict:
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             parameter.data += 40
-    PackedModel(model, torch.float32, "cpu", MAX_LENGTH).attach_packed_attention()
+    packed_model(model, max_length=MAX_LENGTH).attach_packed_attention()
     report = check_isolation(model, MAX_LENGTH)
     row = {"type": model_type, "isolated": report.isolated, "equal": report.equal, "gradient": report.max_gradient}
     row |= {"change": max(report.max_change, report.max_difference), "tolerance": report.tolerance}

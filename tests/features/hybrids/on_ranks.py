@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ranks.exchange import LENGTHS, largest_of_ranks, start_ranks
 from ranks.table import HYBRIDS
 from support.models import attend_packs
+from support.runs import proved
 from sweep import zoo
 from sweep.double import in_double
 
@@ -14,7 +15,6 @@ from trl_packfix import PackingLeakError
 from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.group import Group
-from trl_packfix.isolation.packed_model import PackedModel
 
 from .faults import ON_PARTS
 
@@ -37,8 +37,7 @@ def faults_of_mixers(folder: Path) -> dict:
     verdicts = {}
     for model_type, planted in PLANTED_IN_MIXERS.items():
         model = zoo.build_model(model_type)
-        packed = PackedModel(model, torch.float32, "cpu", 64)
-        packed.prove(model)
+        packed, _ = proved(model)
         for name in planted:
             with ON_PARTS[name]():
                 try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from features.images.processed import documents_of, measured, processor_of
+from support.runs import proved
 from support.versions import IS_5_24, gemma3_leaks
 from support.vision import FAMILIES, FEATURES, build_model, build_processor, message, picture, rows
 from sweep import image_families
@@ -23,7 +24,6 @@ from trl_packfix.features.images.examples import ImageExamples
 from trl_packfix.features.images.measures import measure
 from trl_packfix.features.images.processor import RowProcessor
 from trl_packfix.features.images.rows import ImageRows
-from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.slow
 
@@ -264,8 +264,7 @@ def test_families_are_right_in_both_dtypes(family):
     assert leaks > 0.1 if family in (*AS_ROWS, "qwen3_5") else leaks < 1e-5  # whose scans start anew with boundaries
     # The search for a repair finds none and takes long, on gemma4 with 70 tokens or less per image.
     on_leak = "unpack" if family.startswith("gemma") else "repair"
-    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, feature=examples)
-    packed.prove(model)
+    packed, _ = proved(model, max_length=512, on_leak=on_leak, feature=examples)
     assert packed.is_proved
     assert packed.is_unpacked == (family in AS_ROWS)
     assert not packed.repaired

@@ -6,6 +6,7 @@ import pytest
 import torch
 from features.images.processed import examples_of
 from support.attention import bounds_of
+from support.runs import packed_model
 from support.strict_varlen import StrictVarlen
 from support.versions import current_models
 from support.vision import build_model
@@ -19,7 +20,6 @@ from trl_packfix.attention import flash, varlen
 from trl_packfix.feature import PLAIN
 from trl_packfix.features.images import tower_attention
 from trl_packfix.features.images.tower_attention import REPLACED_ATTENTION, TOWER_ATTENTION, tower_configs
-from trl_packfix.isolation.packed_model import PackedModel
 
 HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
 
@@ -139,8 +139,8 @@ def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
         )
 
 
-def prepared(family, **settings):
-    return PackedModel(build_model(family), torch.float32, "cpu", 64, feature=examples_of(family), **settings)
+def prepared(family):
+    return packed_model(build_model(family), feature=examples_of(family))
 
 
 def test_the_tower_is_ours_while_the_model_takes_packs_only():
@@ -159,7 +159,7 @@ def test_the_tower_is_ours_while_the_model_takes_packs_only():
 def test_the_users_choice_and_a_model_of_text_keep_their_tower(name, has_images):
     model = build_model("qwen3_vl")
     model.config.vision_config._attn_implementation = name
-    packed = PackedModel(model, torch.float32, "cpu", 64, feature=examples_of("qwen3_vl") if has_images else PLAIN)
+    packed = packed_model(model, feature=examples_of("qwen3_vl") if has_images else PLAIN)
     packed.attach_packed_attention()
     assert model.config.vision_config._attn_implementation == name
     reason = "vision tower on eager, image by image: it is the user's choice"

@@ -10,7 +10,7 @@ from features.images.processed import examples_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import faults
-from support.runs import logged
+from support.runs import logged, proved
 from support.shared_rows import detach_keys
 from support.vision import PICTURES, QUESTIONS, SGD, build_model, make
 
@@ -21,7 +21,6 @@ from trl_packfix.features.prefixes.savings import estimated_savings
 from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.features.prefixes.tokens import token_order
 from trl_packfix.isolation.check_isolation import check_packs
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.reporting.packs import first_packs
 
@@ -122,11 +121,10 @@ def test_an_image_for_the_tower_alone_counts_nothing():
 # The proof
 
 
-def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
-    model = build_model(family)
-    packed = PackedModel(model, torch.float32, "cpu", 512, feature=PrefixSharing("pack", examples_of(family)))
-    packed.prove(model)
-    return model, packed
+def proved_llava():
+    """Return a model that is proved for documents packed whole, bare and as it is set up for packs."""
+    model = build_model("llava")
+    return model, proved(model, max_length=512, feature=PrefixSharing("pack", examples_of("llava")))[0]
 
 
 IN_IMAGES = ("compared_by_placeholder", "images_of_other_rows", "first_images_again")
@@ -135,7 +133,7 @@ IN_IMAGES = ("compared_by_placeholder", "images_of_other_rows", "first_images_ag
 @pytest.mark.parametrize("fault", IN_IMAGES)
 def test_the_probe_sees_images_of_others(fault):
     with faults.ONE[fault]():
-        model, packed = proved("llava")
+        model, packed = proved_llava()
         assert packed.is_proved, "documents packed whole are right"
         with_images, text = (
             check_packs(model, 512, user_attention=packed.attention.previous, feature=feature)
@@ -150,7 +148,7 @@ def test_the_probe_sees_images_of_others(fault):
 
 def test_the_probe_sees_images_without_a_gradient():
     """States are right, but in packs that share rows no gradient reaches the images."""
-    model, packed = proved("llava")
+    model, packed = proved_llava()
     placeholder = packed.feature.plain.processor.image_token_id
     is_image = []
 

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from support.attention import take_path_of_cuda
 from support.models import build_tiny_model
-from support.runs import build_trainer
+from support.runs import build_trainer, packed_model, proved
 from support.shared_rows import detach_keys
 from sweep import zoo
 from sweep.judge import PrefixJudge, with_prefixes
@@ -20,12 +20,12 @@ from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.features.prefixes.sharing import PrefixSharing
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.isolation_report import PackingLeakError
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT_KEY
 
 
-def packed_model(model, **settings):
-    return PackedModel(model, model.dtype, "cpu", 64, feature=PrefixSharing("pack"), **settings)
+def proved_whole(model, **settings):
+    """Return a model whose documents may share prefixes, when it is proved for documents packed whole."""
+    return proved(model, feature=PrefixSharing("pack"), **settings)[0]
 
 
 def foreign_key(batch):
@@ -67,8 +67,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
             return fault(batch) if LAYOUT_KEY in batch else batch
 
     model = build_tiny_model("llama")
-    packed = packed_model(model)
-    packed.prove(model)
+    packed = proved_whole(model)
     monkeypatch.setattr(prefix_probe, "PrefixCollator", Faulty)
     report = check_packs(model, 64, feature=PrefixSharing("pack"))
     assert not report.passed
@@ -98,8 +97,7 @@ def test_the_command_check_sees_a_fault(tmp_path, printed, monkeypatch):
 def test_the_probe_sees_keys_without_a_gradient():
     """States are right, but no gradient reaches the shared tokens: only the comparison of gradients shows it."""
     model = build_tiny_model("llama")
-    packed = packed_model(model)
-    packed.prove(model)
+    proved_whole(model)
 
     detach_keys(model.model.layers, lambda pack: slice(min(12, int(pack.cu_seq_lens_q[1]))))
     report = check_packs(model, 64, feature=PrefixSharing("pack"))
@@ -119,8 +117,7 @@ def test_the_probe_sees_keys_without_a_gradient():
 def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(model_type, config, settings, reason):
     """Read the rate of dropout from the config, because the probe runs without dropout."""
     model = zoo.build_model(model_type, **config)
-    packed = packed_model(model, **settings)
-    packed.prove(model)
+    packed = proved_whole(model, **settings)
     assert packed.is_proved
     assert not packed.repaired
     assert reason in packed.prove_feature(model)
@@ -129,8 +126,7 @@ def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(mo
 def test_the_judge_sees_a_lost_prefix():
     judge = PrefixJudge(zoo.build_model("llama"))
     model = zoo.build_model("llama")
-    packed = packed_model(model)
-    packed.prove(model)
+    proved_whole(model)
     right = judge.judge(model)
     assert right.right
     assert right.error > 0
@@ -199,7 +195,7 @@ def test_attention_that_looks_up_keys_is_chosen_on_cuda(users, monkeypatch):
     model.config._attn_implementation_internal = users
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     take_path_of_cuda(monkeypatch)
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, feature=PrefixSharing("pack"))
+    packed = packed_model(model, torch.bfloat16, "cuda", feature=PrefixSharing("pack"))
     assert packed.attention.name == ATTENTION_NAME
     assert packed.attention.is_flash
     assert ("does not look up" in packed.attention.reason) is ("flash" in users)
