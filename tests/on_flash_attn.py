@@ -23,10 +23,9 @@ import time
 import torch
 import transformers
 from flash_attn import strict
-from peft import LoraConfig
 from support.launch import print_rows, seen_by
 from support.models import build_tiny_model
-from support.runs import build_trainer, proved, texts, weights
+from support.runs import build_trainer, checkpointing, plain_sgd, proved, random_lora, texts, weights
 from sweep import zoo
 from sweep.judge import Judge
 from sweep.model_types import MAX_LENGTH
@@ -91,23 +90,17 @@ def judge_images(family: str) -> dict:
     return row | {"proved": report.isolated and report.equal, "reason": packed.attention.reason} | recorded()
 
 
-CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
-
-
-def train(folder: Path, model_type: str, lora: bool, checkpointing: str) -> dict:
+def train(folder: Path, model_type: str, lora: bool, reentrant: bool | None) -> dict:
     """Train two optimizer steps of `SFTTrainer`; the change of the weights comes back as a tensor."""
     packed_model.choose_attention = choose_for_cuda  # the model itself stays on the CPU
-    settings = {"bf16": True, "max_steps": 2, "seed": 3, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
-    if (use_reentrant := CHECKPOINTING[checkpointing]) is not None:
-        settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
+    settings = plain_sgd(1.0, bf16=True, max_steps=2, seed=3) | checkpointing(reentrant)
     torch.manual_seed(0)
     model = build_tiny_model(model_type)
-    trainer = build_trainer(folder, texts(), model, peft, **settings)
+    trainer = build_trainer(folder, texts(), model, peft_config=random_lora() if lora else None, **settings)
     start_weights = weights(trainer)
     recorded()
     trainer.train()
-    row = {"type": model_type, "lora": lora, "checkpointing": checkpointing}
+    row = {"type": model_type, "lora": lora, "reentrant": reentrant}
     row |= {"trained_with": trainer.packed_model.attention.name, "change": weights(trainer) - start_weights}
     row |= {"repaired": len(trainer.packed_model.repaired), "first_step": trainer.packing_report.first_step}
     return row | recorded()
@@ -122,8 +115,8 @@ def trainings(folder: Path):
     for model_type in ("llama", "gemma3"):
         for lora in (False, True):
             first = None
-            for checkpointing in CHECKPOINTING:
-                row = train(folder, model_type, lora, checkpointing)
+            for reentrant in (None, True, False):
+                row = train(folder, model_type, lora, reentrant)
                 change = row.pop("change")
                 first = change if first is None else first
                 row["as_without_checkpointing"] = torch.equal(change, first)

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from support.models import build_tiny_model
-from support.runs import build_trainer, weights
+from support.runs import build_trainer, checkpointing, random_lora, weights
 from transformers.utils import is_flash_attn_2_available
 
 pytestmark = pytest.mark.gpu
@@ -39,16 +38,13 @@ def lengths(num=48):
 
 def trained(folder, model_type="llama", lora=False, data=None, **settings):
     model = build_tiny_model(model_type, **SIZES, **HEADS[model_type])
-    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
     defaults = {"packing_strategy": "minibatch", "per_device_train_batch_size": 8, "max_steps": 3}
     # With 0.1 three steps on random adapters of gemma3 magnify rounding: unpacked bf16 training is 0.6 from fp32
     learning_rate = 0.01 if lora else 0.1
     defaults |= {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "bf16": True}
-    defaults["use_cpu"] = not ON_GPU
+    defaults |= {"use_cpu": not ON_GPU, "peft_config": random_lora() if lora else None}
     torch.manual_seed(0)
-    trainer = build_trainer(
-        folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings)
-    )
+    trainer = build_trainer(folder, documents(lengths()) if data is None else data, model, **(defaults | settings))
     start_weights = weights(trainer).cpu()
     trainer.train()
     assert trainer.state.global_step == trainer.args.max_steps
@@ -77,21 +73,18 @@ def check(folder, change, model_type="llama", lora=False):
     assert rounding < 0.3
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("checkpointed", CHECKPOINTING)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("attention", ["chosen", "torch"])
 @pytest.mark.parametrize("model_type", HEADS)
-def test_packed_training_is_unpacked_training(model_type, attention, lora, checkpointing, tmp_path, monkeypatch):
+def test_packed_training_is_unpacked_training(model_type, attention, lora, checkpointed, tmp_path, monkeypatch):
     if attention == "torch":
         if not is_flash_attn_2_available():
             pytest.skip("flash-attn is not installed, so the kernels in torch were chosen")
         monkeypatch.setattr("trl_packfix.attention.choice.is_flash_attn_2_available", lambda: False)
-    if checkpointing != "none" and model_type not in ("llama", "gpt_oss"):
+    if checkpointed != "none" and model_type not in ("llama", "gpt_oss"):
         pytest.skip("checkpointing is tested on two types")
-    settings = {}
-    if (use_reentrant := CHECKPOINTING[checkpointing]) is not None:
-        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    trainer, change = trained(tmp_path, model_type, lora, **settings)
+    trainer, change = trained(tmp_path, model_type, lora, **checkpointing(CHECKPOINTING[checkpointed]))
     assert trainer.packed_model.is_proved
     assert not trainer.packed_model.repaired
     assert not trainer.packed_model.is_unpacked

@@ -17,6 +17,7 @@ from support import vision
 from support.features import PRESENT, features_in
 from support.models import build_tiny_model
 from support.prefixes import forest
+from support.runs import checkpointing
 from sweep import zoo
 from sweep.image_families import FAMILIES
 from trl import ModelConfig, get_peft_config
@@ -187,8 +188,8 @@ class Row:
         return not self.given.keys() & {"document_weighting", "weight_column", "per_turn"}
 
 
-CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+CHECKPOINTED = checkpointing(False)
+REENTRANT = checkpointing(True)
 WEIGHTED = {"weight_column": "share", "source_column": "source"}
 BY_DOCUMENT = {"document_weighting": "document"}
 ADAM = {"optim": "adamw_torch", "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 1e-3, "weight_decay": 0.3}

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from packaging.version import Version
 from support import engine_state, vision
 from support.models import build_tokenizer
-from support.runs import PLAIN_RUN
+from support.runs import PLAIN_RUN, plain_sgd
 from support.user_code import USER_CODE
 from support.versions import TRL
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,8 +31,7 @@ from . import faults
 from .engines import DIVIDING, data_ranks_of, engine_of, engine_settings, gathered, ranks_of, weights_of
 from .table import ADAPTERS, NUM_STEPS, Row, build_model
 
-COMMON = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-COMMON |= PLAIN_RUN | {"max_length": 96, "max_steps": NUM_STEPS}
+COMMON = plain_sgd(0.5) | PLAIN_RUN | {"max_length": 96, "max_steps": NUM_STEPS}
 COMMON["ddp_timeout"] = 90  # turns a hang into an error
 RATES = dict.fromkeys(("lora", "dora", "dora_attention", "rslora", "inputs"), 2.0)
 RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0) | {"ia3": 100.0}

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import trl
 from datasets import Dataset
+from peft import LoraConfig
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.isolation.packed_model import PackedModel
@@ -60,6 +61,24 @@ def stock(folder, dataset, model="llama", **kwargs):
     return build_trainer(
         folder, dataset, model, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **kwargs
     )
+
+
+def plain_sgd(learning_rate, **more):
+    """Return settings of SGD at a constant rate, without clipping: the weights show every fault of a gradient."""
+    rate = {"learning_rate": learning_rate, "lr_scheduler_type": "constant"}
+    return {"optim": "sgd", "max_grad_norm": 0.0} | rate | more
+
+
+def checkpointing(reentrant):
+    """Return settings of checkpointing, reentrant or not; for None there is none."""
+    if reentrant is None:
+        return {}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+
+def random_lora():
+    """Return LoRA on all linear layers whose adapters change the model from the start."""
+    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
 def packed_model(model, dtype=torch.float32, device="cpu", max_length=64, **settings):

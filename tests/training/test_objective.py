@@ -12,6 +12,7 @@ from packaging.version import Version
 from support.models import build_tiny_model
 from support.runs import (
     build_trainer,
+    checkpointing,
     documents_of,
     gradient_of,
     log_of_steps,
@@ -124,8 +125,7 @@ def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
 
 
 def test_a_router_loss_without_gradients_is_refused_or_left_out(tmp_path):
-    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    settings["model"] = build_tiny_model("mixtral", router_aux_loss_coef=0.02)
+    settings = checkpointing(True) | {"model": build_tiny_model("mixtral", router_aux_loss_coef=0.02)}
     with pytest.raises(ValueError, match=r"`router_aux_loss_coef=0.5` was given.*have none.*Set `use_reentrant"):
         build_trainer(tmp_path, halves(), router_aux_loss_coef=0.5, **settings)
     with pytest.warns(UserWarning, match=r"is in the config of the model.*Set `use_reentrant=False`"):

@@ -10,7 +10,7 @@ from packaging.version import Version
 from support.examples import leaking_example
 from support.features import needs
 from support.models import build_tiny_model
-from support.runs import build_trainer, start_weights, texts, weights
+from support.runs import build_trainer, checkpointing, start_weights, texts, weights
 from support.versions import TRL, enable_checkpointing, is_checkpointing
 from transformers import TrainerCallback
 
@@ -42,9 +42,7 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
     model = build_tiny_model(model_type)
     own_attention = model.config._attn_implementation
     state = copy.deepcopy(model.state_dict())
-    settings = {}
-    if reentrant is not None:
-        settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    settings = checkpointing(reentrant)
     kinds = ["packed", *KINDS]
     if Version("1.15") > TRL and model_type == "mamba":
         # TRL cannot train it: its loss in chunks reads what it does not have, and stays on the model

@@ -15,6 +15,7 @@ from support.runs import (
     config,
     gradient_of,
     log_of_steps,
+    plain_sgd,
     record_steps,
     run_training,
     start_weights,
@@ -114,7 +115,7 @@ def train_by_hand(model, steps, learning_rate, weighting, uses_weights=True):
 ROWS = weighted_rows()
 LIST = ROWS.to_list()
 COLUMNS = {"weight_column": "share", "source_column": "source"}
-SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+SGD = plain_sgd(0.5)
 
 
 # One step, in fp64

@@ -25,12 +25,11 @@ from unittest import mock
 
 import strict
 import torch
-from peft import LoraConfig
 from pytest import MonkeyPatch
 from support.attention import take_path_of_cuda
 from support.host_reads import ReadsOfSteps
 from support.launch import print_rows, seen_by
-from support.runs import build_trainer, packed_model, proved, texts
+from support.runs import build_trainer, checkpointing, packed_model, plain_sgd, proved, random_lora, texts
 from support.strict_varlen import StrictVarlen
 from sweep import page, zoo
 from sweep.judge import Judge, PrefixJudge
@@ -63,9 +62,8 @@ def change(folder: Path, model_type: str, lora: bool, **settings) -> tuple[torch
     """Return the change of the trained weights in three steps of SGD, and what the run did."""
     model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
-    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
-    sgd = {"optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "max_steps": 3, "seed": 3}
-    trainer = build_trainer(folder, texts(), model, peft, **sgd, **settings)
+    settings |= plain_sgd(0.2, max_steps=3, seed=3)
+    trainer = build_trainer(folder, texts(), model, peft_config=random_lora() if lora else None, **settings)
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     recorded()
@@ -85,14 +83,11 @@ def trainings(folder: Path, model_type: str):
         except ValueError as error:  # a fused kernel leaves adapters out
             expected = torch.ones(1)
             refusal = str(error)
-        for checkpointing in kinds:
-            settings = {"packing_strategy": "minibatch"}
-            if checkpointing is not None:
-                kwargs = {"use_reentrant": checkpointing}
-                settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-            moved, row = change(folder, model_type, lora, **settings)
+        for reentrant in kinds:
+            settings = checkpointing(reentrant)
+            moved, row = change(folder, model_type, lora, packing_strategy="minibatch", **settings)
             row |= {"moved": moved.norm().item(), "error": ((moved - expected).norm() / expected.norm()).item()}
-            yield {"type": model_type, "lora": lora, "reentrant": checkpointing, "refusal": refusal} | row
+            yield {"type": model_type, "lora": lora, "reentrant": reentrant, "refusal": refusal} | row
 
 
 def rounding(model_type: str) -> dict:

@@ -11,7 +11,7 @@ import transformers
 import trl
 from datasets import Dataset
 from support.models import ARCHITECTURES, build_tiny_model, build_tokenizer
-from support.runs import PLAIN_RUN
+from support.runs import PLAIN_RUN, plain_sgd
 from sweep import zoo
 from sweep.double import in_double
 from transformers import AutoModelForSequenceClassification, DataCollatorForLanguageModeling, PrinterCallback
@@ -85,8 +85,8 @@ def build_trainer(
         model = build_tiny_model(model)
     library, *names = TRAINERS[kind]
     trainer_class, config = (getattr(library, name) for name in names)
-    settings = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    settings |= PLAIN_RUN | {"per_device_train_batch_size": 4, "max_steps": 5, "seed": 11, "use_cpu": True}
+    settings = plain_sgd(0.5) | PLAIN_RUN
+    settings |= {"per_device_train_batch_size": 4, "max_steps": 5, "seed": 11, "use_cpu": True}
     extra: dict[str, Any] = {}
     if kind in ("grpo", "rloo"):
         settings |= {"num_generations": 4, "max_completion_length": 12}

@@ -17,7 +17,7 @@ from ranks.engines import ENGINES
 from support.launch import Launch
 from support.models import build_tiny_model, build_tokenizer, longrope
 from support.rounding import tolerance
-from support.runs import logged, start_weights
+from support.runs import checkpointing, logged, start_weights
 from support.vision import make
 from sweep.double import in_double
 from transformers import BertConfig, BertForSequenceClassification, DynamicCache, TrainerCallback
@@ -50,10 +50,6 @@ def compare(kind, model_type="llama", **options):
     assert 0 < tokens.computed <= tokens.real <= tokens.padded
     assert tokens.computed < tokens.padded
     return plain, trainer, record
-
-
-def checkpointing(reentrant):
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
 
 
 CASES = [

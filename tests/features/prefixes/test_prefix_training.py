@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from ranks import faults
 from support.prefixes import forest, shared_prefixes
-from support.runs import build_trainer, logged, weights
+from support.runs import build_trainer, logged, plain_sgd, weights
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import SFTTrainer
@@ -21,8 +21,7 @@ from trl_packfix.training.flops import training_flops
 pytestmark = pytest.mark.slow
 
 DOCUMENTS = forest()
-SGD = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-SGD |= {"max_steps": 5, "max_length": 96, "per_device_train_batch_size": 8, "seed": 11}
+SGD = plain_sgd(0.2, max_steps=5, max_length=96, per_device_train_batch_size=8, seed=11)
 OURS = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
 COLUMNS = {"weight_column": "share", "source_column": "source"}
 
