@@ -14,9 +14,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from support.models import build_tiny_model
-from support.runs import build_trainer, checkpointing, random_lora, weights
+from support.runs import build_trainer, checkpointing, random_lora, tokenised, weights
 from transformers.utils import is_flash_attn_2_available
 
 pytestmark = pytest.mark.gpu
@@ -27,13 +26,11 @@ HEADS = {"llama": {}, "gemma3": {"head_dim": 256}, "gpt_oss": {"head_dim": 64}, 
 CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
 
 
-def documents(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return Dataset.from_dict({"input_ids": [rng.integers(4, 260, n).tolist() for n in lengths]})
+def documents(lengths):
+    return tokenised(np.random.default_rng(0), lengths)
 
 
-def lengths(num=48):
-    return np.random.default_rng(1).integers(2, 65, num)
+LENGTHS = np.random.default_rng(1).integers(2, 65, 48)
 
 
 def trained(folder, model_type="llama", lora=False, data=None, **settings):
@@ -44,7 +41,7 @@ def trained(folder, model_type="llama", lora=False, data=None, **settings):
     defaults |= {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "bf16": True}
     defaults |= {"use_cpu": not ON_GPU, "peft_config": random_lora() if lora else None}
     torch.manual_seed(0)
-    trainer = build_trainer(folder, documents(lengths()) if data is None else data, model, **(defaults | settings))
+    trainer = build_trainer(folder, documents(LENGTHS) if data is None else data, model, **(defaults | settings))
     start_weights = weights(trainer).cpu()
     trainer.train()
     assert trainer.state.global_step == trainer.args.max_steps

@@ -17,7 +17,7 @@ from support import vision
 from support.features import PRESENT, features_in
 from support.models import build_tiny_model
 from support.prefixes import forest
-from support.runs import checkpointing
+from support.runs import checkpointing, tokenised
 from sweep import zoo
 from sweep.image_families import FAMILIES
 from trl import ModelConfig, get_peft_config
@@ -83,23 +83,15 @@ def build_model(name: str) -> torch.nn.Module:
 def texts(seed: int = 0) -> Dataset:
     """Return tokenised documents of 3 to 90 tokens, of which a part is trained; the long ones begin alike."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for i, length in enumerate((3, 14, 9, 12, 4, 8, 11, 6)):
-        tokens = rng.integers(4, 260, length).tolist()
-        labels = [-100] * (1 + i % 2) + tokens[1 + i % 2 :]
-        rows.append({"input_ids": tokens, "labels": labels, "share": 2.0, "source": "ab"[i % 2]})
-    return concatenate_datasets([Dataset.from_list(rows), forest(11, seed)])
+    columns = {"share": lambda i: 2.0, "source": lambda i: "ab"[i % 2]}
+    short = tokenised(rng, (3, 14, 9, 12, 4, 8, 11, 6), lambda i, length: 1 + i % 2, **columns)
+    return concatenate_datasets([short, forest(11, seed)])
 
 
 def few_trained(seed: int = 0) -> Dataset:
     """Return documents of which the last token is trained, or the last twentieth."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for i, length in enumerate(rng.integers(20, 90, 12)):
-        tokens = rng.integers(4, 260, length).tolist()
-        trained = 1 if i % 2 else max(1, length // 20)
-        rows.append({"input_ids": tokens, "labels": [-100] * (length - trained) + tokens[-trained:]})
-    return Dataset.from_list(rows)
+    return tokenised(rng, rng.integers(20, 90, 12), lambda i, length: length - (1 if i % 2 else max(1, length // 20)))
 
 
 def conversations(seed: int = 0) -> Dataset:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
 from support.planners import make_epochs, make_stream, of_units
-from support.runs import build_trainer, texts, weights, weights_of
+from support.runs import build_trainer, texts, tokenised, weights, weights_of
 
 from trl_packfix import version
 from trl_packfix.cli.forecast import Forecast
@@ -119,10 +119,8 @@ def test_what_packing_changes_is_one_sentence(tmp_path):
 def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_path):
     """TRL counts first labels of GPT-2, too, which are no targets; packed training divides by targets."""
     rng = np.random.default_rng(0)
-    rows = [rng.integers(4, 260, length).tolist() for length in rng.integers(4, 12, 16)]
-    prompts = {"all": [0] * 16, "answers": [2] * 16, "some answers": [0, 3] * 8}[labels]
-    targets = [[-100] * num + row[num:] for num, row in zip(prompts, rows, strict=True)]
-    data = Dataset.from_dict({"input_ids": rows, "labels": targets})
+    prompts = {"all": (0, 0), "answers": (2, 2), "some answers": (0, 3)}[labels]
+    data = tokenised(rng, rng.integers(4, 12, 16), lambda i, length: prompts[i % 2])
     ends = {}
     settings = {"packing_strategy": "minibatch", "max_steps": 1, "gradient_accumulation_steps": 8, "max_grad_norm": 0}
     settings |= {"optim": "sgd", "learning_rate": 0.1}

@@ -97,6 +97,20 @@ def texts(num=40, seed=0):
     return Dataset.from_dict({"text": ["".join(rng.choice(list("abcdef "), n)) for n in rng.integers(3, 60, num)]})
 
 
+def tokenised(rng, lengths, first_trained=lambda i, length: 0, **columns):
+    """Return tokenised rows of these lengths, in which the tokens before the first trained one have no label.
+
+    The first trained token of row i is `first_trained(i, length)`, and its value of a further column is `column(i)`.
+    """
+    rows = []
+    for i, length in enumerate(lengths):
+        tokens = rng.integers(4, 260, length).tolist()
+        first = first_trained(i, length)
+        values = {name: value(i) for name, value in columns.items()}
+        rows.append({"input_ids": tokens, "labels": [-100] * first + tokens[first:]} | values)
+    return Dataset.from_list(rows)
+
+
 def log_of_steps(trainer):
     """Return the entries of the log that have the loss of a step."""
     return [entry for entry in trainer.state.log_history if "loss" in entry]

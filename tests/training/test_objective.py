@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
 from support.runs import (
@@ -19,6 +18,7 @@ from support.runs import (
     record_steps,
     run_training,
     start_weights,
+    tokenised,
     weights,
 )
 from support.versions import TRANSFORMERS, current_models, scores_tokens
@@ -39,12 +39,7 @@ pytestmark = pytest.mark.slow
 def halves(num=24, seed=0):
     """Return documents of 4 to 60 tokens, of which between one and all are trained."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for length in rng.integers(4, 61, num):
-        tokens = rng.integers(4, 260, length)
-        first = rng.integers(1, length)
-        rows.append({"input_ids": tokens.tolist(), "labels": [-100] * first + tokens[first:].tolist()})
-    return Dataset.from_list(rows)
+    return tokenised(rng, rng.integers(4, 61, num), lambda i, length: rng.integers(1, length))
 
 
 def first_step(trainer):

@@ -20,6 +20,7 @@ from support.runs import (
     run_training,
     start_weights,
     texts,
+    tokenised,
     weights,
     weights_of,
 )
@@ -43,16 +44,16 @@ class Document:
     source: str
 
 
-def weighted_rows(num: int = 24, longest: int = 60, seed: int = 0) -> Dataset:
-    """Return rows of 4 to `longest` tokens, of which one to all are trained; sources come in runs, unevenly."""
+def weighted_rows(num: int = 24, seed: int = 0) -> Dataset:
+    """Return rows of 4 to 60 tokens, of which one to all are trained; sources come in runs, unevenly."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for i, length in enumerate(rng.integers(4, longest + 1, num)):
-        tokens = rng.integers(4, 260, length).tolist()
-        first = int(rng.integers(1, length))
-        of_row = {"share": WEIGHTS[(3 * i + i // 5) % len(WEIGHTS)], "source": SOURCES[min(i % 7 // 2, 2)]}
-        rows.append({"input_ids": tokens, "labels": [-100] * first + tokens[first:]} | of_row)
-    return Dataset.from_list(rows)
+    return tokenised(
+        rng,
+        rng.integers(4, 61, num),
+        lambda i, length: rng.integers(1, length),
+        share=lambda i: WEIGHTS[(3 * i + i // 5) % len(WEIGHTS)],
+        source=lambda i: SOURCES[min(i % 7 // 2, 2)],
+    )
 
 
 def documents_of(batch: dict, rows: list[dict]) -> list[Document]:

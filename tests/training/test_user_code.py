@@ -26,6 +26,7 @@ from support.runs import (
     run_training,
     start_weights,
     stock,
+    tokenised,
     weights,
 )
 from support.user_code import USER_CODE, with_mean, with_step, with_teacher
@@ -43,11 +44,10 @@ from trl_packfix.training.user_code import uneven_weights
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def documents(num=20, seed=0):
+def documents():
     """Return documents of 4 to 60 tokens, all of them trained."""
-    rng = np.random.default_rng(seed)
-    rows = [rng.integers(4, 260, rng.integers(4, 60)).tolist() for _ in range(num)]
-    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+    rng = np.random.default_rng(0)
+    return tokenised(rng, rng.integers(4, 61, 20))
 
 
 SETTINGS = plain_sgd(0.05, num_train_epochs=2, gradient_accumulation_steps=3, seed=7)
