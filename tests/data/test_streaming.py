@@ -16,7 +16,7 @@ from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model
-from support.planners import make_stream, one_pass, saved_and_loaded
+from support.planners import assert_restarts_go_on, make_stream, one_pass, saved_and_loaded
 from support.runs import all_documents, build_trainer, documents_of, run_training, texts
 from support.versions import continues_streams
 from transformers import TrainerCallback
@@ -204,39 +204,13 @@ RESTARTED += [("table shared by ranks", 0, 8), ("generator shared by ranks", 2, 
 @pytest.mark.processes
 @pytest.mark.parametrize("source, workers, num_points", RESTARTED)
 def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
-    """At random points of more than two passes, and about the end of a pass; states go through `torch.save`."""
-
     source, _, shared = source.partition(" shared by ")
     parallel = {"rank": 3, "world_size": 4, "batch_size": 1, "tokens_per_rank": 32} if shared else {}
 
-    def stream():
+    def new_stream():
         return make_stream(SOURCES[source](), **SIZE | {"accumulation": 2, "num_workers": workers} | parallel)
 
-    num_steps = 250
-    rng = np.random.default_rng(0)
-    points = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist())
-    end_of_pass = 0
-    unbroken = stream()
-    expected = []
-    states = {}
-    batches = iter(unbroken)
-    for step in range(1, num_steps + 1):
-        expected.append([numbers(batch) for batch in islice(batches, 2)])
-        if unbroken.num_passes == 1 and not end_of_pass:
-            end_of_pass = step - 1
-            states[step - 1] = saved_and_loaded(unbroken.state_dict(step - 1))
-        if step in points:
-            states[step] = saved_and_loaded(unbroken.state_dict(step))
-    assert unbroken.num_passes >= 2
-    assert end_of_pass
-    assert len(states) >= num_points
-    for step, state in states.items():
-        resumed = stream()
-        resumed.load_state_dict(state, num_skipped=2 * step)
-        batches = iter(resumed)
-        assert list(islice(batches, 2 * step)) == [[]] * (2 * step)
-        for batch in expected[step : step + 30]:
-            assert [numbers(micro_batch) for micro_batch in islice(batches, 2)] == batch, step
+    assert_restarts_go_on(new_stream, lambda batches: [numbers(batch) for batch in batches], num_points)
 
 
 @continues_streams

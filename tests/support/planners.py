@@ -1,8 +1,9 @@
 """The planner of the epochs of a run, and a stream of packs, from the settings that a test changes."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,39 @@ def saved(state: Any) -> bytes:
 
 def saved_and_loaded(state: Any) -> Any:
     return torch.load(io.BytesIO(saved(state)), weights_only=True)
+
+
+def assert_restarts_go_on(
+    new_stream: Callable[[], PackedStream], read: Callable[[Iterator], list], num_points: int
+) -> None:
+    """Assert that a stream restarted within its first two passes gives the batches of one that is read through.
+
+    It is restarted where the first pass ends, and at random points; states go through `torch.save`.
+
+    Args:
+        new_stream: makes the stream from its beginning, with two micro-batches in a step.
+        read: reads micro-batches, and returns what is compared of them.
+        num_points: number of random points, in steps.
+    """
+    unbroken = new_stream()
+    batches = iter(unbroken)
+    steps: list[list] = []
+    states = {}
+    end_of_pass = 0
+    while unbroken.num_passes < 2:
+        steps.append(read(islice(batches, 2)))
+        states[len(steps)] = saved_and_loaded(unbroken.state_dict(len(steps)))
+        if unbroken.num_passes and not end_of_pass:
+            end_of_pass = len(steps) - 1
+            states[end_of_pass] = saved_and_loaded(unbroken.state_dict(end_of_pass))  # of a step before the last
+    points = np.random.default_rng(0).choice(np.arange(1, len(steps)), num_points, replace=False)
+    for point in {end_of_pass, *points.tolist()}:
+        resumed = new_stream()
+        resumed.load_state_dict(states[point], num_skipped=2 * point)
+        batches = iter(resumed)
+        assert list(islice(batches, 2 * point)) == [[]] * (2 * point)
+        for expected in steps[point : point + 30]:
+            assert read(islice(batches, 2)) == expected, point
 
 
 def rewrite(file: Path, arrays: Arrays) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Image, IterableDataset, List
 from features.images.processed import processor_of
-from support.planners import make_stream, one_pass, saved, saved_and_loaded
+from support.planners import assert_restarts_go_on, make_stream, one_pass, saved, saved_and_loaded
 from support.vision import FEATURES, SGD, conversations, make, rows
 
 from trl_packfix.data.stream import FinishedPacks, PackedStream
@@ -163,25 +163,12 @@ def test_a_checkpoint_holds_encoded_images_once(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize("source, workers", [("one size", 0), ("shuffled", 0), ("decoded", 0), ("table", 2)])
 def test_a_restart_goes_on_with_the_same_batches(source, workers):
-    """To the bit, images too, at several steps of two passes; states go through `torch.save`."""
+    """To the bit, images too."""
 
-    def new():
+    def new_stream():
         return stream(streams_of(source), accumulation=2, num_workers=workers)
 
-    unbroken = new()
-    packs = []
-    states = {}
-    batches = iter(unbroken)
-    while unbroken.num_passes < 2:
-        packs.append(list(islice(batches, 2)))
-        states[len(packs)] = saved_and_loaded(unbroken.state_dict(len(packs)))
-    expected = [processed(step) for step in packs]
-    for step in (1, len(packs) // 4, len(packs) // 2, len(packs) // 2 + 1, len(packs) - 4):
-        resumed = new()
-        resumed.load_state_dict(states[step])
-        batches = iter(resumed)
-        for number in range(step, min(step + 6, len(expected))):
-            assert processed(islice(batches, 2)) == expected[number], (step, number)
+    assert_restarts_go_on(new_stream, processed, num_points=3)
 
 
 @pytest.mark.parametrize("num_shards, before, after", [(2, 2, 1), (1, 2, 3), (2, 1, 2)])
