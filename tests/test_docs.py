@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 from support.features import PRESENT, needs
+from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, ScriptArguments
 
 import trl_packfix
 from trl_packfix import SFTConfig, cli
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEV = [*sorted((ROOT / "dev").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "tools/README.md"]
 MESSAGES = [text for _, text in runpy.run_path(str(ROOT / "tools/messages.py"))["messages"]()]

@@ -16,6 +16,7 @@ import torch
 import yaml
 from support.launch import fork_ranks, run_python, small
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.runs import build_trainer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
@@ -24,7 +25,6 @@ from trl_packfix.data.loaders import DocumentDataset
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 JOBS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 NUM_ROWS = 40  # of `workplace`

@@ -8,13 +8,13 @@ when they are called (registering is how they want to be extended), and tables u
 """
 
 import ast
-from pathlib import Path
 
 import pytest
 from support.assignments import PackageSource
 from support.features import PRESENT
+from support.paths import ROOT
 
-PACKAGE = Path(__file__).parent.parent / "trl_packfix"
+PACKAGE = ROOT / "trl_packfix"
 SOURCE = PackageSource.from_folder(PACKAGE)
 FENCE = "compat.py"
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from ranks.engines import deepspeed_config
 from support.launch import PROCESS_SECONDS, TORCHRUN, fork_ranks, free_port, run_logged, small
+from support.paths import ROOT
 from support.versions import gathers_on_cpus
 
 from trl_packfix.training.checkpoints import newest_whole
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples" / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
 BIN = Path(sys.executable).parent

@@ -2,13 +2,12 @@
 
 import json
 import runpy
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
 VALUES = """import json
 values = {"before": before, "after": after, "losses": list(losses.values())}

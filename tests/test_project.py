@@ -4,16 +4,15 @@ import re
 import runpy
 import shutil
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 from packaging.version import Version
 from support.launch import FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS, run_to_end
+from support.paths import ROOT
 
 from trl_packfix.version import TESTED_VERSIONS, __version__
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfix"
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]

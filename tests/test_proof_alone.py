@@ -5,12 +5,11 @@ and everything that the example uses runs.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from support.launch import run_python
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 HIDDEN = ("trl", "accelerate", "datasets", "peft", "deepspeed", "pyarrow", "rich", "matplotlib")
 pytestmark = pytest.mark.processes
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.launch import run_to_end
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PROGRAMS = sorted(file for file in (ROOT / "dev/upstream").glob("*.py") if file.name != "verify.py")
 PINNED = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 # Defects are those of the tested versions

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from support.examples import leaking_example
 from support.launch import run_python, run_to_end
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfix"
 
 # dev/design.md, "The house": a module may import from its own wing and from these, and always from those in ANYONE.

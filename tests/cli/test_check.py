@@ -5,13 +5,13 @@ import json
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from support.features import PRESENT, needs
 from support.launch import run_to_end
 from support.models import build_tiny_model
+from support.paths import DOCS
 from support.versions import gemma3_leaks
 from sweep import image_families
 from sweep import model_types as sweeping
@@ -21,7 +21,6 @@ from sweep.model_types import NOT_TESTED, VERDICTS, sweep_type
 from trl_packfix.feature import PLAIN
 from trl_packfix.isolation.packed_model import PackedModel
 
-DOCS = Path(__file__).parents[2] / "docs"
 ROWS = compatibility.read(DOCS)
 
 

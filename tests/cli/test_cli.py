@@ -17,13 +17,13 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from support.features import PRESENT
 from support.launch import PROCESS_SECONDS, run_to_end
 from support.models import build_tokenizer
+from support.paths import ROOT
 from support.runs import all_documents, build_trainer, stock
 
 from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main, tokens
 from trl_packfix.data.collator import MASK_COLUMNS
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "trl_packfix"]
 
 

@@ -5,12 +5,12 @@ import itertools
 import json
 import pickle
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
 from matplotlib.image import imread
+from support.paths import ROOT
 from support.planners import make_stream
 from support.runs import build_trainer, config
 
@@ -23,7 +23,6 @@ from trl_packfix.reporting.packs import first_packs, pack_text
 from trl_packfix.reporting.sections import LengthHistogram
 from trl_packfix.training.planner import documents_of
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from datasets import Dataset
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from trl import DatasetMixtureConfig, ModelConfig, get_dataset
 from trl.scripts import sft
 
@@ -23,7 +24,6 @@ from trl_packfix.cli.training import load_documents
 from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-ROOT = Path(__file__).parents[2]
 QUICK = "--max_length 64 --report_to none --use_cpu --bf16 false --disable_tqdm true --save_strategy no".split()
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from support.models import build_tiny_model, select_attention
+from support.paths import ROOT
 from transformers import LlamaConfig
 
 from trl_packfix import PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
@@ -154,7 +154,7 @@ def test_a_model_without_a_guard_names_prepare_for_packing(is_training):
 
 def run_script(folder, text, *words):
     (folder / "script.py").write_text(text)
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(folder / "script.py"), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

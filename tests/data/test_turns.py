@@ -3,7 +3,6 @@
 import json
 import re
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from support.chats import TEMPLATES, tokenizer_with, user
 from support.chats import answer as spoken
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.runs import all_documents, build_trainer, config, documents_of, samples_of
 
 from trl_packfix.cli import main
@@ -284,7 +284,7 @@ def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_th
     """The change that docs/per_turn.md names must keep the thoughts of the last turn."""
     if not (TEMPLATES / "deepseek_r1_distill.jinja").exists():
         pytest.skip("this version of TRL does not have the template")
-    page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()
+    page = (ROOT / "docs" / "per_turn.md").read_text()
     before, after = re.findall(r"`({% if '</think>' in content.*?%})`", page)
     tokenizer = tokenizer_with("deepseek_r1_distill")
     messages = chat(2, thinks=False)

@@ -12,14 +12,12 @@ import sys
 import traceback
 import warnings
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import support  # isort: skip - sets the environment before torch is imported
+from support.paths import ROOT  # isort: skip - sets the environment before torch is imported
 import peft  # noqa: F401
 import trl.trainer.sft_trainer  # noqa: F401 # with torch, transformers, datasets and accelerate
 
-ROOT = Path(support.__file__).parents[2]
 PACKAGE = ROOT / "trl_packfix"
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from support.launch import PROCESS_SECONDS, ROOT, environment
+from support.launch import PROCESS_SECONDS, environment
+from support.paths import ROOT
 
 FEATURES = ("hybrids", "images", "pack_forward", "prefixes")
 REFUSALS = {

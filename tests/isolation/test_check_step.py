@@ -15,6 +15,7 @@ from datasets import Dataset
 from support.features import needs
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.versions import trl_trains
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from trl_packfix import PackedDataCollator, StepReport, check_step, prepare_for_packing
 from trl_packfix.isolation.check_step import LAWS, Law
 from trl_packfix.isolation.gradients import gradient_products, largest_gap
-
-ROOT = Path(__file__).parents[2]
 
 
 def report_of(fault: str = "", has_reference: bool = True):

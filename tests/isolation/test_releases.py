@@ -1,16 +1,14 @@
 """docs/leaks_by_release: the page is that of the table, and the table that of the judge."""
 
-from pathlib import Path
-
 import pytest
 import transformers
+from support.paths import DOCS
 from sweep import page as compatibility
 from sweep import releases
 
 from trl_packfix.version import TESTED_VERSIONS
 
 TESTED = TESTED_VERSIONS["transformers"]
-DOCS = Path(__file__).parents[2] / "docs"
 TABLE = releases.read(DOCS / releases.TABLE)
 
 

@@ -3,19 +3,17 @@
 import ast
 import doctest
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from support.paths import ROOT
 from support.planners import make_epochs
 from support.runs import build_trainer
 from test_scheduling import KINDS, documents_of, problems, rows_of
 
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
 from trl_packfix.planning.strategies import STRATEGIES, StrategyTraits
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_name_has_a_record_a_row_and_a_config(tmp_path):

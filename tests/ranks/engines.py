@@ -15,6 +15,7 @@ import yaml
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from support.launch import LAUNCH_SECONDS, fork_ranks
+from support.paths import ROOT
 from support.versions import SHARDS_GRADIENTS_ON_CPUS, run_deepspeed_on_cpus
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from trl_packfix.cli import recipes
 
-ROOT = Path(__file__).parents[2]
 SHARDED = ("zero1", "zero2", "zero3", "zero3_offload")
 # Engines by what wraps the model. "ddp4" is DDP on four ranks, "tp_..." are models that ranks divide
 ENGINES = {

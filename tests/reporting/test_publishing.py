@@ -20,6 +20,7 @@ from rich.console import Console
 from support.features import needs
 from support.launch import run_to_end
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.runs import build_trainer, config
 
 from trl_packfix import SFTTrainer
@@ -30,8 +31,6 @@ from trl_packfix.reporting.page import make_page, read_run, summarise
 from trl_packfix.reporting.report import metrics, show_lines
 from trl_packfix.reporting.sections import LengthHistogram
 from trl_packfix.training.totals import StepSpan, TrainingTotals
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import importlib.metadata
 import os
 import sys
 from functools import cache
-from pathlib import Path
+
+from .paths import ROOT
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -17,7 +18,7 @@ os.environ.update(
     WANDB_MODE="disabled",
     TRACKIO_DISABLED="1",
 )
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
+sys.path.append(str(ROOT / "tools"))
 # Tiny matrices: threads that wait for each other make the suite many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # accelerate reads the files of packages each time that it unwraps a model: a tenth of a training in tests.

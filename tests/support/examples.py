@@ -7,7 +7,6 @@ which types may be taken, and a forward decides.
 
 import re
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .models import build_tiny_model
+from .paths import DOCS
 from .runs import proved
 
-DOCS = Path(__file__).parents[2] / "docs"
 # The attention of both layers, as it is written in the column `repairs`
 ATTENTION = re.compile(r"2 (?P<module>\w+Attention) \((?P<first>\S+\.0\.\S+)\) as rows of a padded batch")
 ROUNDING = 1e-4  # relative, of logits in fp32

@@ -12,7 +12,6 @@ What tests of the core take from the tests of a feature, such as its faults, is 
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,8 @@ import pytest
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.feature import FIELDS, PLAIN, Feature, features_of
 
-ROOT = Path(__file__).parents[2]
+from .paths import ROOT
+
 PRESENT = frozenset(file.parent.name for file in (ROOT / "trl_packfix" / "features").glob("*/__init__.py"))
 """The features whose folders are there."""
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 import transformers
 
-ROOT = Path(__file__).parents[2]
+from .paths import ROOT
+
 LAUNCH_SECONDS = 900  # a pair takes 40 to 130 alone on 2 cores, up to 300 beside another test worker
 PROCESS_SECONDS = 300  # a command that a test runs takes 1 to 30
 FORK_SECONDS = 200  # ranks that are forked from a test take 2 to 20

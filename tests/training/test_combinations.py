@@ -4,7 +4,6 @@ import os
 import re
 import runpy
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from packaging.version import Version
 from peft import LoraConfig, PromptTuningConfig
 from support.features import PRESENT, features_in
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.runs import ANSWER, PROMPT, config
 from support.versions import TRANSFORMERS
 from torch.utils.data import SequentialSampler
@@ -26,7 +26,6 @@ from trl_packfix.training.checks import check_before_loading, settings_of_traine
 from trl_packfix.training.choices import Condition, RunSettings
 from trl_packfix.training.conflicts import CONFLICTS, experimental_choices, refuse_conflicts
 
-ROOT = Path(__file__).parents[2]
 CHATS = Dataset.from_dict({"messages": [PROMPT + ANSWER] * 4})
 
 

@@ -1,7 +1,6 @@
 """The first step is compared with unpacked training, and what is wrong with it is refused and named."""
 
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -13,6 +12,7 @@ from support import vision
 from support.faults import changed
 from support.features import needs
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.runs import build_trainer
 from support.versions import current_models
 from sweep import page, zoo
@@ -124,9 +124,7 @@ def test_recomputed_layers_are_rounded_as_in_their_forward(tmp_path):
 
 # cpmant, xlm, xlnet are not what they are unpacked (in bf16 the proof cannot tell); TRL or torch fails on others
 LEFT_OUT = set("cpmant xlm xlnet dbrx llama4 llama4_text mllama reformer xmod".split())
-TYPES = [
-    row.model_type for row in page.read(Path(__file__).parents[2] / "docs") if row.kind == "causal" and row.is_right
-]
+TYPES = [row.model_type for row in page.read(ROOT / "docs") if row.kind == "causal" and row.is_right]
 
 
 @pytest.mark.sweep

@@ -6,7 +6,6 @@ import os
 import re
 from collections import Counter
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import trl
 from peft import LoraConfig
 from support.models import build_tiny_model, build_tokenizer
+from support.paths import ROOT
 from support.rounding import weight_difference
 from support.runs import build_trainer, config, run_training, start_weights, texts, weights
 from support.versions import scores_tokens, selects_checkpoints
@@ -30,7 +30,6 @@ from trl_packfix.training.config import check_devices
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 OF_TRANSFORMERS = {field.name for field in fields(TrainingArguments)}
 FIELDS = {
     "TrainingArguments": OF_TRANSFORMERS,

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from support.launch import LAUNCH_SECONDS, ROOT, environment, rows_of
+from support.launch import LAUNCH_SECONDS, environment, rows_of
+from support.paths import ROOT
 from support.versions import current_models
 
 SITE = ROOT / "tests" / "support" / "kernel_site"

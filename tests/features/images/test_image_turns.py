@@ -5,7 +5,6 @@ That they train as in unpacked TRL are rows of the table of equivalences.
 
 import json
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import torch
 import trl
 from datasets import Dataset, Features, Image, List, load_from_disk
 from support.features import PRESENT, needs
+from support.paths import ROOT
 from support.vision import MESSAGES, build_model, build_processor, by_turn, conversations, make, message, stripping
 
 from trl_packfix.cli import main
@@ -58,7 +58,7 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
 @needs("prefixes")
 def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
     """Train with the settings that docs/per_turn.md names."""
-    page = (Path(__file__).parents[3] / "docs" / "per_turn.md").read_text()
+    page = (ROOT / "docs" / "per_turn.md").read_text()
     settings = {"share_prefixes": "pack", "packing_strategy": "minibatch", "train_sampling_strategy": "sequential"}
     assert all(f'`{name}="{value}"`' in page for name, value in settings.items())
     trainer = trainer_of(tmp_path, per_device_train_batch_size=3, **settings)

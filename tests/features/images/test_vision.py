@@ -1,6 +1,5 @@
 """Training on packs with images: against unpacked TRL, on one rank and two, with adapters, checkpointing, restarts."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from features.images.processed import documents_of
+from support.paths import ROOT
 from support.rounding import LIMIT, weight_difference
 from support.runs import config, gradient_of, weights
 from support.vision import ROWS, SGD, build_model, make, message, rows
@@ -162,7 +162,7 @@ def test_other_text_beside_the_same_images_is_another_dataset(tmp_path):
 
 
 def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import train_vision
 
     dataset = train_vision.digits(12, seed=0)
