@@ -131,8 +131,7 @@ def reads(machine: Machine) -> Rows:
             stack.enter_context(device_of_kernels(machine))
             found = stack.enter_context(waits(machine, watch))
             tiny = build_tiny_model(**model)
-            callbacks = {"callbacks": [watch]}
-            build_trainer(folder, texts(60), tiny, callbacks, kind, **settings).train()
+            build_trainer(folder, texts(60), tiny, trainer_class=kind, callbacks=[watch], **settings).train()
         row: Row = {"case": name, "reads": sum(watch.per_micro_batch.values())}
         if on_cuda:
             row["waits"] = sum("synchronizing" in str(each.message) for each in found) / watch.micro_batches

@@ -211,7 +211,7 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     results["two"] = torch.load(tmp_path / "two.pt")
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
     trainer = build_trainer(
-        tmp_path, table, deepcopy(start_model), {"eval_dataset": held_out}, eval_strategy="epoch", **settings
+        tmp_path, table, deepcopy(start_model), eval_dataset=held_out, eval_strategy="epoch", **settings
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]

@@ -76,7 +76,7 @@ def test_the_report_says_that_and_why(tmp_path, capsys):
 
 def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
     model = build_tiny_model(leaking_example().model_type)
-    kwargs = {"model": model, "trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
+    kwargs = {"model": model, "eval_dataset": texts(20, seed=1)}
     # With "raise" it is not repaired, so rows are padded
     all_settings = ({"packing": False}, {}, {"packing": False, "eval_packing": True}, {"on_leak": "raise"})
     losses = [

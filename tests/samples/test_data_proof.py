@@ -468,7 +468,7 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
         with pytest.raises(ValueError, match="4 .*rows of the train dataset have `content in parts`.*Write `content`"):
             build_trainer(tmp_path, data, **options)
         with pytest.raises(ValueError, match="4 .*rows of the eval dataset have `content in parts`"):
-            build_trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
+            build_trainer(tmp_path, Dataset.from_list([right]), eval_dataset=data, **options)
     trainer = build_trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
     warning = (
         "1 of 2 rows of the train dataset has `content` in messages of the role `developer`, which the chat template"

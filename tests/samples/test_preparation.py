@@ -72,9 +72,7 @@ def test_another_formatting_function_of_the_same_name_makes_other_tokens(tmp_pat
     module = importlib.import_module("edited_formatting")
 
     def lengths():
-        trainer = build_trainer(
-            tmp_path, load_from_disk(tmp_path / "data"), trainer_kwargs={"formatting_func": module.formatted}
-        )
+        trainer = build_trainer(tmp_path, load_from_disk(tmp_path / "data"), formatting_func=module.formatted)
         assert trainer.data.data_report.num_rendered == 1  # its texts are followed through the function
         return [len(tokens) for tokens in trainer.train_dataset["input_ids"]]
 

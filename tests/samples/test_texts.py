@@ -156,7 +156,7 @@ def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
 @pytest.mark.parametrize("form", ["chat", "text"])
 def test_the_format_of_a_dataset_does_not_matter(form, format_type, tmp_path):
     formatted = Dataset.from_list(rows_of(form)).with_format(format_type)
-    kwargs = {"trainer_kwargs": {"eval_dataset": {"one": formatted}}, "packing": False, "shuffle_dataset": False}
+    kwargs = {"eval_dataset": {"one": formatted}, "packing": False, "shuffle_dataset": False}
     trainer = build_trainer(tmp_path, formatted, **kwargs)
     assert samples(trainer.train_dataset) == of_stock(tmp_path, form)
     assert samples(trainer.eval_dataset["one"]) == of_stock(tmp_path, form)

@@ -138,7 +138,7 @@ def profile_host(
     with kernels_in_place() as kernels:
         measured = HostProfile(kernels)
         more = {"callbacks": [measured], "peft_config": adapters}
-        trainer = build_trainer(mkdtemp(), DOCUMENTS, model, more, package.SFTTrainer, **settings)
+        trainer = build_trainer(mkdtemp(), DOCUMENTS, model, trainer_class=package.SFTTrainer, **more, **settings)
         if package is trl:
             model.config._attn_implementation = "flash_attention_2"  # without the check whether flash-attn is there
         trainer.remove_callback(PrinterCallback)

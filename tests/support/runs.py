@@ -35,10 +35,8 @@ OF_TRAINERS = "eval_dataset peft_config callbacks compute_metrics compute_loss_f
 OF_TRAINERS += ["preprocess_logits_for_metrics"]
 
 
-def build_trainer(
-    folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, processing_class=None, **kwargs
-):
-    trainer_kwargs = {name: kwargs.pop(name) for name in OF_TRAINERS if name in kwargs} | (trainer_kwargs or {})
+def build_trainer(folder, dataset, model="llama", trainer_class=SFTTrainer, processing_class=None, **kwargs):
+    trainer_kwargs = {name: kwargs.pop(name) for name in OF_TRAINERS if name in kwargs}
     model = build_tiny_model(model) if isinstance(model, str) else model
     return trainer_class(
         model,

@@ -38,7 +38,7 @@ def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path
     for layer in layers:
         model.model.layers[layer].mlp = Fused(model.model.layers[layer].mlp)
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "packing": packing}
-    trainer = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, **settings)
+    trainer = build_trainer(tmp_path, texts(), model, peft_config=LORA, **settings)
     if layers == (0, 1):
         name = r"`base_model\.model\.model\.layers\.\*\.mlp\.down_proj`"
         message = rf"No adapter of {name} got a gradient.*`down_proj` from `target_modules`"
@@ -63,7 +63,7 @@ def test_adapters_that_run_without_a_way_to_the_loss_are_refused(tmp_path):
     model = build_tiny_model()
     for layer in model.model.layers:
         layer.mlp = Detached(layer.mlp)
-    trainer = build_trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=False, max_steps=1)
+    trainer = build_trainer(tmp_path, texts(), model, peft_config=LORA, packing=False, max_steps=1)
     with pytest.raises(ValueError, match=r"No adapter of .*`.*\.mlp\.down_proj` \(and of 1 other\) got a gradient"):
         trainer.train()
 
@@ -76,7 +76,7 @@ def test_adapters_whose_first_gradient_is_zero_are_trained(packing, tmp_path):
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     trainer = build_trainer(
-        tmp_path, texts(), model, {"peft_config": LORA}, packing=packing, max_steps=3, learning_rate=1e-2
+        tmp_path, texts(), model, peft_config=LORA, packing=packing, max_steps=3, learning_rate=1e-2
     )
     adapters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     late: list[str] = []
@@ -145,7 +145,7 @@ def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
     skipped.forward = lambda states: states
     model.model.layers[1].mlp = torch.nn.Identity()
     model.model.layers[1].mlp.inner = skipped
-    trainer = run_training(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
+    trainer = run_training(tmp_path, texts(), model, peft_config=LORA, max_steps=1)
     assert trainer.state.global_step == 1
 
 
@@ -179,7 +179,7 @@ def test_inputs_of_lora_are_not_cast_under_autocast(adapter, autocast, tmp_path,
         torch.manual_seed(0)
         model = build_tiny_model().to(torch.bfloat16)
         settings = {"bf16": autocast, "gradient_checkpointing": True, "max_steps": 3, "learning_rate": 1e-2}
-        trainer = build_trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
+        trainer = build_trainer(tmp_path, texts(), model, peft_config=ADAPTERS[adapter], **settings)
         start_weights = weights(trainer)
         trainer.train()
         assert not torch.equal(weights(trainer), start_weights)

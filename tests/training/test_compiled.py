@@ -102,7 +102,7 @@ def train(folder, adapters=None, compiles=True, model=None, **settings):
     model = model or build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)  # tracing takes seconds
     more = {"callbacks": [counted], "peft_config": adapters}
     compiled = {"torch_compile": True, "torch_compile_backend": counted.backend} if compiles else {}
-    trainer = build_trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
+    trainer = build_trainer(folder, DOCUMENTS, model, **more, **SETTINGS | settings | compiled)
     trainer.model.double()  # adapters are made in fp32
     trainer.train()
     return trainer, counted

@@ -112,7 +112,7 @@ def reads(model_type: str) -> dict:
     settings = {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
     with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch, StrictVarlen():
         take_path_of_cuda(patch)
-        trainer = build_trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
+        trainer = build_trainer(Path(folder), texts(120), model, callbacks=[watch], **settings)
         watch.switch = lambda is_on: recorded() if is_on else reads_of_run.update(recorded())
         reads_of_run: dict = {}
         trainer.train()

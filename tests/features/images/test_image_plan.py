@@ -70,8 +70,8 @@ def test_a_tower_without_adapters_costs_less(modules, workplace, tmp_path, print
     """Under LoRA the vision tower has a backward pass only if it gets adapters."""
     words = ["--max-length", 80, "--batch-size", 2, "--use_peft", "--lora_target_modules", modules]
     (planned,) = printed(*words_of("plan", workplace), *words)["plans"]
-    adapters = {"peft_config": LoraConfig(target_modules=modules)}
-    training = trainer_of(tmp_path, workplace, ROWS, max_length=80, trainer_kwargs=adapters)
+    adapters = LoraConfig(target_modules=modules)
+    training = trainer_of(tmp_path, workplace, ROWS, max_length=80, peft_config=adapters)
     trains_tower = any(parameter.requires_grad for parameter in training.data.reading.tower.parameters())
     assert trains_tower == (modules == "all-linear")
     training.get_train_dataloader()

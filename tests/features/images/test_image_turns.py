@@ -167,7 +167,7 @@ def test_evaluation_with_images_of_a_run_without_is_refused(tmp_path):
     plain = [[turn | {"content": turn["content"][-1]["text"]} for turn in turns] for turns in data["messages"]]
     text = Dataset.from_dict({"messages": plain})
     with pytest.raises(ValueError, match=r"the eval dataset has the columns .*with images, and the training set has"):
-        trainer_of(tmp_path, text, trainer_kwargs={"eval_dataset": TURNS})
+        trainer_of(tmp_path, text, eval_dataset=TURNS)
 
 
 def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkeypatch, printed):

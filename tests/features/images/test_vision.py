@@ -84,7 +84,7 @@ def test_evaluation_is_the_same_for_every_batch(tmp_path):
     model = build_model("qwen2_5_vl")
     losses = []
     for settings in ({}, {"per_device_eval_batch_size": 2}, {"eval_packing": False}):
-        trainer = make(tmp_path, model=model, trainer_kwargs={"eval_dataset": held_out}, **settings)
+        trainer = make(tmp_path, model=model, eval_dataset=held_out, **settings)
         losses.append(trainer.evaluate()["eval_loss"])
     # by TRL, one row at a time, weighted by its trained tokens
     trainer = make(tmp_path, model=model, trainer_class=trl.SFTTrainer, **UNPACKED)
@@ -111,7 +111,7 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
 def test_an_evaluation_set_of_text_is_evaluated(tmp_path):
     plain = [message("user", "a"), message("assistant", "bc")]
     text = rows(6, seed=5).remove_columns("images").map(lambda row: {"messages": plain})
-    trainer = make(tmp_path, trainer_kwargs={"eval_dataset": text})
+    trainer = make(tmp_path, eval_dataset=text)
     assert trainer.evaluate()["eval_loss"] > 0
 
 
@@ -138,7 +138,7 @@ def test_the_best_model_is_loaded_where_weights_are_saved_under_other_names(tmp_
     """transformers would warn of missing keys, and keep the last weights."""
     settings = SGD | {"max_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     settings |= dict.fromkeys(("eval_strategy", "save_strategy"), "steps") | {"eval_steps": 1, "save_steps": 1}
-    trainer = make(tmp_path, "qwen2_5_vl", **settings, trainer_kwargs={"eval_dataset": rows(4)})
+    trainer = make(tmp_path, "qwen2_5_vl", **settings, eval_dataset=rows(4))
     trainer.train()
     best, last = (
         type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{step}", dtype=torch.float32) for step in (1, 2)
@@ -189,7 +189,7 @@ def test_rows_with_images_have_their_weights_and_sources(tmp_path):
     source = ["images" if images else "text" for images in few["images"]]
     weighted = few.add_column("share", share).add_column("source", source)
     settings = SGD | {"packing_strategy": "minibatch", "per_device_train_batch_size": 12, "max_steps": 1}
-    columns = {"weight_column": "share", "source_column": "source", "trainer_kwargs": {"eval_dataset": weighted}}
+    columns = {"weight_column": "share", "source_column": "source", "eval_dataset": weighted}
     trainer = make(tmp_path, dataset=weighted, **columns, **settings)
     # before training: the loss of each source is that of its rows alone, without weights
     metrics = trainer.evaluate()

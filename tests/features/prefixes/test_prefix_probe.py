@@ -181,10 +181,10 @@ def test_a_trainer_refuses_where_documents_cannot_be_packed_whole(model, setting
 
 
 def test_evaluation_before_training_proves_first(tmp_path):
-    trainer = build_trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
+    trainer = build_trainer(tmp_path, ALIKE, share_prefixes="pack", eval_dataset=ALIKE)
     shared = trainer.evaluate()["eval_loss"]
     assert trainer.packed_model.feature_is_proved
-    unshared = build_trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
+    unshared = build_trainer(tmp_path, ALIKE, eval_dataset=ALIKE).evaluate()["eval_loss"]
     assert shared == pytest.approx(unshared, rel=1e-6)
     assert shared > 1
 

@@ -101,7 +101,7 @@ def test_switched_off_before_the_first_step_nothing_is_shared():
 def evaluated(folder, **settings):
     """Evaluate, and return the trainer, its metrics, the number of rows that were computed, and the batches."""
     settings = {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings
-    held_out = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}}
+    held_out = {"eval_dataset": forest(90, seed=3)}
     trainer = build_trainer(folder, DOCUMENTS, **OURS | SGD | COLUMNS | held_out | settings)
     trainer.evaluate()
     metrics = trainer.state.log_history[-1]
@@ -141,7 +141,7 @@ def test_losses_of_the_user_are_evaluated_whole(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
-    settings = {"trainer_class": Doubled, "trainer_kwargs": {"eval_dataset": forest(20, seed=3)}}
+    settings = {"trainer_class": Doubled, "eval_dataset": forest(20, seed=3)}
     trainer = build_trainer(tmp_path, DOCUMENTS, **settings, **OURS | SGD)
     batches = list(trainer.get_eval_dataloader())
     assert not shared_prefixes(batches)
@@ -153,7 +153,7 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
     stem = list(range(5, 75))
     rows = [{"input_ids": [*stem, 80 + i, 90], "labels": [*stem, 80 + i, 90 - i % 2]} for i in range(8)]
     data = Dataset.from_list(rows)
-    settings = {"trainer_kwargs": {"eval_dataset": data}, "per_device_eval_batch_size": 1}
+    settings = {"eval_dataset": data, "per_device_eval_batch_size": 1}
     trainer = build_trainer(tmp_path, DOCUMENTS, **settings, **OURS | SGD)
     batches = list(trainer.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 96
