@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from datasets import Dataset, Image, IterableDataset, List
-from features.images.processed import processor_of
+from datasets import Dataset, Features, Image, IterableDataset, List, Value
+from features.images.processed import documents_of, processor_of
 from support.planners import assert_restarts_go_on, make_stream, one_pass, saved, saved_and_loaded
-from support.vision import FEATURES, SGD, conversations, make, rows
+from support.vision import FEATURES, PICTURES, SGD, conversations, make, rows
 
 from trl_packfix.data.stream import FinishedPacks, PackedStream
+from trl_packfix.features.images.measures import measure
+from trl_packfix.features.images.rows import ImageRows
 from trl_packfix.features.images.stream import ENCODED, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
+from trl_packfix.samples.texts import struct_columns, without_nulls
 from trl_packfix.training.trainer_view import DataRanks
 
 pytestmark = pytest.mark.slow
@@ -31,8 +34,8 @@ def small_room(monkeypatch):
 
 
 def key(row) -> str:
-    """Return the text of a row, by which it is told from the others."""
-    return json.dumps({name: row[name] for name in row if name in COLUMNS})
+    """Return the text of a row without the keys that Arrow added, by which it is told from the others."""
+    return json.dumps(without_nulls({name: row[name] for name in row if name in COLUMNS}, struct_columns(FEATURES)))
 
 
 # Training
@@ -88,6 +91,30 @@ def processed(packs, process=PROCESS):
     """Return [micro-batch][document], as the model reads them."""
     finished = FinishedPacks(StreamImages(process))
     return [[content(document) for document in finished.__getitems__(pack)] for pack in packs]
+
+
+def test_keys_that_arrow_added_are_not_rendered():
+    """Arrow gives all parts of messages the keys of one part, with the value None."""
+    process = processor_of("llava")
+    template = process.processor.chat_template
+    assert "{{ part['text'] }}" in template
+    process.processor.chat_template = template.replace("{{ part['text'] }}", "{{ part | tojson }}")
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+    table = []
+    for part in ({"type": "text", "text": "what?"}, {"type": "text", "text": "who?", "note": "short"}):
+        question = {"role": "user", "content": [{"type": "image"}, part]}
+        table.append({"images": PICTURES[:1], "messages": [question, answer]})
+    features_of_part = {name: Value("string") for name in ("type", "text", "note")}
+    messages = List({"role": Value("string"), "content": List(features_of_part)})
+    dataset = Dataset.from_list(table, features=Features({"images": List(Image()), "messages": messages}))
+    assert dataset[0]["messages"][0]["content"][1] == {"type": "text", "text": "what?", "note": None}
+
+    expected = [process(row)["input_ids"].tolist() for row in table]
+    reader = ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
+    assert [document["input_ids"].tolist() for document in documents_of(reader)] == expected
+    packs = one_pass(stream(dataset.to_iterable_dataset(), process))
+    finished = chain(*map(FinishedPacks(StreamImages(process)).__getitems__, packs))
+    assert sorted(document["input_ids"].tolist() for document in finished) == sorted(expected)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from ...samples.row import (
     hash_modules_of,
     read_integer_column,
 )
+from ...samples.texts import struct_columns
 from ...samples.turns import PART_MARKERS, TurnRule, text_parts
 from .processor import RowProcessor, with_images
 
@@ -164,7 +165,10 @@ def measure(
             with_indices=True,
             batched=True,
             batch_size=1,  # batches, because a row may become several; of one row, because images need much memory
-            fn_kwargs={"recipe": ProcessedImages(process, rule, check_interval)},
+            fn_kwargs={
+                "recipe": ProcessedImages(process, rule, check_interval),
+                "structs": struct_columns(dataset.features),
+            },
             remove_columns=dataset.column_names,
             features=features_of(rule),
             num_proc=num_proc,

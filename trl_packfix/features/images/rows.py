@@ -26,6 +26,7 @@ from ...data.reader import RowReader, TokenReader
 from ...planning.arrays import Int64Array
 from ...samples.conversation import Conversation, images_of
 from ...samples.row import MAX_ROWS_NAMED, ROW_COLUMN, TURN_COLUMN, PerTurnCounts
+from ...samples.texts import struct_columns, without_nulls
 from ...samples.turns import TurnRule
 from .processor import IMAGES_FROM, RowProcessor
 from .report import ImageNumbers
@@ -57,6 +58,8 @@ class ImageRows(RowReader):
         self.turns = turns
         self._rule = rule
         self._dataset = dataset
+        # Rows of a stream come without the keys that Arrow added
+        self._structs = {} if isinstance(dataset, list) else struct_columns(dataset.features)
         self._process = process
         self._table = measures
         self.compare = process.compare  # documents -> their tokens, with a number for the content of each image
@@ -231,10 +234,14 @@ class ImageRows(RowReader):
     def row(self, row: int) -> dict[str, Any]:
         """Return the columns of a document, unprocessed: a row of the dataset, or a turn with the images up to it."""
         if self.conversations is None or self._turns is None or self._rule is None:  # all three, or none of them
-            return dict(self._dataset[row])
-        dataset_row = self._dataset[int(self.conversations[row])]
+            return self._dataset_row(row)
+        dataset_row = self._dataset_row(int(self.conversations[row]))
         conversation = self._rule.select_turns(Conversation.from_row(dataset_row, images_of(dataset_row))).conversation
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
+
+    def _dataset_row(self, row: int) -> dict[str, Any]:
+        """Return a row of the dataset, without the keys that Arrow added to its dictionaries."""
+        return without_nulls(self._dataset[row], self._structs)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
         """Process a row, and return the `input_ids`, the `labels` and the outputs for the images of one span.

@@ -13,7 +13,7 @@ processed images would need too much memory. So each row passes through three st
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from ...samples.checks import IMAGES
 from ...samples.conversation import COLUMNS, images_of
 from ...samples.make_samples import columns_of_batch
 from ...samples.row import BAD_ROW_COLUMN, ROW_COLUMN
+from ...samples.texts import struct_columns, without_nulls
 from ...samples.turns import TurnRule
 from .measures import CHECK_INTERVAL, ProcessedImages, features_of
 from .processor import EncodedImage, RowProcessor
@@ -66,6 +67,8 @@ class StreamImages(StreamRows):
     rule: TurnRule | None = None  # makes a document of each assistant turn; None makes a document of each row
     drops_bad_rows: bool = False  # whether rows that cannot be processed are dropped; otherwise they raise an error
     mode: str | None = None  # mode of PIL to which the dataset converts images; None leaves them as they are
+    # Features of the columns whose dictionaries have keys that Arrow added, which are removed (`struct_columns`)
+    structs: Mapping[str, Any] = field(default_factory=dict)
     chunk: ClassVar[int] = CHECK_INTERVAL
     finishes: ClassVar[bool] = True
     # One row of so many is processed in full when it is measured, all others by the sizes of their images. 1 processes
@@ -87,7 +90,7 @@ class StreamImages(StreamRows):
         """
         dataset = dataset.with_format(None)
         if dataset.features is None:
-            return dataset, replace(self, mode=None)
+            return dataset, replace(self, mode=None, structs={})
         mode = None
         for name in IMAGES:  # the columns `images` and `image`, of which a stream has one
             feature = dataset.features.get(name)
@@ -95,7 +98,7 @@ class StreamImages(StreamRows):
             while feature is not None and not isinstance(feature, Image):
                 feature = getattr(feature, "feature", None)
             mode = mode if feature is None else feature.mode
-        return dataset.decode(False), replace(self, mode=mode)
+        return dataset.decode(False), replace(self, mode=mode, structs=struct_columns(dataset.features))
 
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
@@ -140,6 +143,7 @@ class StreamImages(StreamRows):
     def encode_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a row that become documents, with its images encoded."""
         text_columns = {name: row[name] for name in (*COLUMNS, self.text_field) if name in row}
+        text_columns = without_nulls(text_columns, self.structs)
         return text_columns | {"images": [EncodedImage.encode(image, self.mode) for image in images_of(row)]}
 
     def _measure_rows(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
