@@ -20,6 +20,7 @@ from sweep import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packfix.cli.check_model import check_model, tiny_model
+from trl_packfix.cli.configs import parse_configs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("precision_of_its_own")]
 
@@ -134,16 +135,18 @@ def test_trains_in_bf16(tiny_config, tmp_path):
     check_training(tiny_config, tmp_path, torch.bfloat16)
 
 
-def checked(config_file, folder, **settings):
-    return check_model(literal(folder, fields_of(config_file)), config_only=True, max_length=MAX_LENGTH, **settings)
+def checked(name, max_length, *flags):
+    configs = parse_configs([f"--max_length={max_length}", *flags])
+    return check_model(name, configs, config_only=True)
 
 
 def test_the_config_alone_is_judged_as_the_tiny_model(full_config, tmp_path):
+    name = literal(tmp_path, fields_of(full_config))
     if full_config.stem in NOT_RUN:
         with pytest.raises((ValueError, OSError)):
-            checked(full_config, tmp_path)
+            checked(name, MAX_LENGTH)
         return
-    result = checked(full_config, tmp_path)
+    result = checked(name, MAX_LENGTH)
     assert result.in_training.passed
     tiny = full_config.parent.parent / "tiny" / full_config.name
     if tiny.exists() and full_config.stem not in JUDGED_APART:
@@ -179,11 +182,11 @@ def literal(folder, fields):
 
 def test_a_leak_by_real_rope_is_found_from_the_config_alone(tmp_path):
     name = literal(tmp_path, LONGROPE)
-    assert check_model(name, config_only=True, max_length=200).verdict == "isolated"
-    result = check_model(name, config_only=True, max_length=300, on_leak="raise")
+    assert checked(name, 200).verdict == "isolated"
+    result = checked(name, 300, "--on_leak=raise")
     assert result.verdict == "leaks"
     assert [leak.name for leak in result.as_it_is.leaks] == ["model.rotary_emb"]
-    assert check_model(name, config_only=True, max_length=300).in_training.passed
+    assert checked(name, 300).in_training.passed
 
 
 def test_only_sizes_shrink():

@@ -63,7 +63,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check the model and print the result. Return 0 if training on packs is correct, else 1."""
-    from ..feature import features_of
     from ..reporting.report import show_lines
     from .check_model import check_model
     from .configs import read_run
@@ -78,22 +77,7 @@ def run_check(args: argparse.Namespace) -> int:
         )
     if args.dataset:
         return _check_data(configs, names[0], args.dataset, as_json=args.json)
-    assert configs.training.max_length is not None  # `SFTConfig` refuses packing without it
-    # `check_model` has defaults of its own for these two settings, which the defaults of training must not replace
-    enforced = configs.training.enforce_flash_attention if "enforce_flash_attention" in configs.names_set else None
-    dtype = configs.model.dtype if "dtype" in configs.names_set else None
-    result = check_model(
-        names[0],
-        args.config_only,
-        configs.training.max_length,
-        dtype=None if dtype == "auto" else dtype,
-        attn_implementation=configs.model.attn_implementation,
-        enforce_flash_attention=enforced,
-        on_leak=configs.training.on_leak,
-        trust_remote_code=configs.training.trust_remote_code,
-        feature=features_of(configs.training),
-        shares_packs=configs.training.tokens_per_rank is not None,
-    )
+    result = check_model(names[0], configs, config_only=args.config_only)
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

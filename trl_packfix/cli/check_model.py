@@ -27,11 +27,12 @@ from trl.trainer.utils import create_model_from_path
 from ..attention.mixer_support import mixer_support
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
-from ..feature import PLAIN, Feature
+from ..feature import features_of
 from ..isolation.isolation_report import IsolationReport, PackingLeakError
-from ..isolation.packed_model import OnLeak, PackedModel
+from ..isolation.packed_model import PackedModel
 from ..isolation.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
 from ..reporting.numbers import finite
+from .configs import RunConfigs
 from .flags import MODEL_HELP, setting_named
 
 
@@ -138,41 +139,30 @@ class CheckResult:
         yield "took", f"{self.seconds:.1f} seconds"
 
 
-def check_model(
-    name: str,
-    config_only: bool = False,
-    max_length: int = 1024,
-    *,
-    dtype: str | None = None,
-    attn_implementation: str | None = None,
-    enforce_flash_attention: bool | None = None,
-    on_leak: OnLeak = "repair",
-    trust_remote_code: bool = False,
-    feature: Feature = PLAIN,
-    shares_packs: bool = False,
-) -> CheckResult:
+def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckResult:
     """Load a model as TRL does, and test it as the trainer does before training.
 
     Args:
         name: the name or folder of the model.
+        configs: the configs of the run. Two settings have other defaults here: the weights are bfloat16 on CUDA and
+            float32 elsewhere, and an attention that the run sets is tested even if training would enforce another.
         config_only: test a tiny random model with this config, without loading weights.
-        max_length: the most tokens of a document in training.
-        dtype: the dtype of the weights; None: bfloat16 on CUDA and float32 elsewhere.
-        attn_implementation: the attention that is tested; None: the attention that training would choose.
-        enforce_flash_attention: as in training; None: False if `attn_implementation` is given, else True.
-        on_leak: what to do if the model leaks.
-        feature: the feature of packs in training, such as shared prefixes. Packs with it are tested, too.
-        shares_packs: whether ranks share packs in training. This process alone cannot test such packs.
 
     Raises:
         ValueError: the model cannot be loaded.
     """
     start_time = time.perf_counter()
+    training = configs.training
+    assert training.max_length is not None  # `SFTConfig` refuses packing without it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    default_dtype = "bfloat16" if device.type == "cuda" else "float32"
-    torch_dtype = getattr(torch, dtype or default_dtype)
+    dtype = configs.model.dtype if "dtype" in configs.names_set else None
+    if dtype is None or dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    torch_dtype = getattr(torch, dtype)
+    attn_implementation = configs.model.attn_implementation
+    shares_packs = training.tokens_per_rank is not None
     # Without this argument transformers may ask a question on the terminal.
-    trust = {"trust_remote_code": trust_remote_code}
+    trust = {"trust_remote_code": training.trust_remote_code}
     with setting_named(f"check {name}", MODEL_HELP):
         config = AutoConfig.from_pretrained(name, **trust)
     model: Any
@@ -185,10 +175,17 @@ def check_model(
         model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
     make_packed_model = partial(
-        PackedModel, model, torch_dtype, device.type, max_length, shares_packs=shares_packs, feature=feature
+        PackedModel,
+        model,
+        torch_dtype,
+        device.type,
+        training.max_length,
+        shares_packs=shares_packs,  # this process alone cannot test such packs
+        feature=features_of(training),
     )
     attention_of_training = None
-    if enforce_flash_attention is None:
+    enforce_flash_attention = training.enforce_flash_attention
+    if "enforce_flash_attention" not in configs.names_set:
         enforce_flash_attention = attn_implementation is None
         if attn_implementation is not None:
             # Construct what training would construct, only to see which attention it chooses. This attaches the
@@ -202,9 +199,9 @@ def check_model(
     packed = make_packed_model(on_leak="raise", enforce_flash_attention=enforce_flash_attention)
     as_it_is = packed.prove(model)  # the report of the leak probe
     in_training = as_it_is
-    if not as_it_is.passed and on_leak != "raise":
+    if not as_it_is.passed and training.on_leak != "raise":
         packed.restore_own_attention()
-        packed = make_packed_model(on_leak=on_leak, enforce_flash_attention=enforce_flash_attention)
+        packed = make_packed_model(on_leak=training.on_leak, enforce_flash_attention=enforce_flash_attention)
         in_training = packed.prove(model)
     settings: dict[str, str] = {}
     refused_settings: list[str] = []
@@ -216,7 +213,7 @@ def check_model(
         architecture=type(base).__name__ + (", tiny and random" if config_only else ""),
         device=str(device),
         dtype=str(torch_dtype).removeprefix("torch."),
-        max_length=max_length,
+        max_length=training.max_length,
         attention=packed.attention.name,
         reason=packed.attention.reason,
         attention_of_training=attention_of_training,
