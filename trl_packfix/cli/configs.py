@@ -25,8 +25,8 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from ..training.config import SFTConfig, lacks_devices, with_settings
 from ..training.foreign_keys import describe_foreign_keys, other_defaults
-from .flags import SHORT_FLAGS, HelpFormatter, did_you_mean, setting_named
-from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
+from .flags import SHORT_FLAGS, HelpFormatter, complete_flags, did_you_mean, setting_named
+from .mixture import MixtureConfig, check_types
 from .torch_environment import cpu_computes_bf16
 
 # By field, the smallest and the largest valid value. Fields without an entry take any number.
@@ -204,7 +204,7 @@ def parse_configs(
     suggestions = known  # names that the message about an unknown name may suggest
     if command_args is not None:
         suggestions = [*known, *vars(command_args), *(flag.removeprefix("--") for flag in SHORT_FLAGS)]
-        words = _complete_flags(words, parser)
+        words = complete_flags(words, parser)
         parser.add_argument("positionals", nargs="*")
     _refuse_unknown([name for name in settings if name not in known], suggestions, settings.keys())
     check_types(settings, config_classes, "in the config file", texts=True)
@@ -277,21 +277,6 @@ def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
             "hub, or `--config` with a file that names them."
         )
     return configs
-
-
-def _complete_flags(words: Sequence[str], parser: TrlParser) -> list[str]:
-    """Replace short flags by the flags of fields, and give switches without a value the value `true`.
-
-    Otherwise argparse would take the DATA behind a switch for its value.
-    """
-    # Boolean fields have the constant True, which argparse takes for a flag without a value
-    switches = [name for action in parser._actions if action.const is True for name in action.option_strings]
-    completed = []
-    for word, next_word in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        lacks_value = name in switches and not equals and next_word.lower() not in BOOLEAN_TEXTS
-        completed.append(SHORT_FLAGS.get(name, name) + ("=true" if lacks_value else equals + value))
-    return completed
 
 
 def _check_values(args: SFTConfig) -> None:

@@ -15,21 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset
 
 from ..data.dataset_checks import check_id_range
-from ..data.documents import Documents, Overlong
+from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader, TokenReader
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.strategies import STRATEGIES
-from ..planning.units import Balance
 from ..training.planner import make_planner
 from ..training.planning_settings import PlanningSettings
-from .flags import SHORT_FLAGS
+from .flags import complete_flags
 from .lengths import LengthRows, read_lengths
 from .sources import check_path, in_utf8, load_local
 
@@ -40,8 +38,16 @@ if TYPE_CHECKING:  # these import TRL
     from .configs import RunConfigs
 
 TOKEN_COLUMNS = {"input_ids", "labels", "seq_lengths"}  # the columns of a table that `prepare` writes
-NUMBERS = ("max_length", "seed", "per_device_train_batch_size", "gradient_accumulation_steps")
-CHOICES = {"packing_strategy": [*STRATEGIES], "overlong": get_args(Overlong), "balance": get_args(Balance)}
+# The fields of `PlanningSettings` that flags may set without the config classes of TRL
+FLAG_TYPES = {
+    "max_length": int,
+    "seed": int,
+    "per_device_train_batch_size": int,
+    "gradient_accumulation_steps": int,
+    "packing_strategy": str,
+    "overlong": str,
+    "balance": str,
+}
 # The most micro-batches of an optimizer step, over all ranks. No cluster has so many, and their plan needs 0.1 GB.
 MAX_MICRO_BATCHES = 2**20
 
@@ -79,7 +85,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     """Return the run of a command; None if it has to be read with the config classes of TRL.
 
     These classes are needed for a config file, for a model, for other data than files of lengths or one table of
-    tokens, and for flags other than `NUMBERS` and `CHOICES`. They also read a run with values that are refused, so that
+    tokens, and for flags other than those of `FLAG_TYPES`. They also read a run with values that are refused, so that
     their messages are shown.
 
     Args:
@@ -89,21 +95,25 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     predicts_memory = getattr(args, "memory", None) is not None or getattr(args, "offload", False)
     if args.config or args.tokenizer or predicts_memory:
         return None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        argument_default=argparse.SUPPRESS,  # only flags that are given have a value
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument("data", nargs="*")
-    for name in NUMBERS:
-        parser.add_argument(*_spellings(name), dest=name, type=int)
-    for name, choices in CHOICES.items():
-        parser.add_argument(*_spellings(name), dest=name, choices=choices)
+    for name, field_type in FLAG_TYPES.items():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=field_type)
     try:
-        flags, unknown = parser.parse_known_args(args.unparsed_words)
+        flags, unknown = parser.parse_known_args(complete_flags(args.unparsed_words, parser))
     except argparse.ArgumentError:
         return None
-    values = {name: value for name, value in vars(flags).items() if name != "data" and value is not None}
-    if unknown or not flags.data or values.get("seed", 0) < 0:  # the config classes refuse a negative seed
+    values = vars(flags)
+    data = values.pop("data", [])
+    if unknown or not data or values.get("seed", 0) < 0:  # the config classes refuse a negative seed
         return None
     try:
-        settings = replace(PlanningSettings(), **values)
+        settings = PlanningSettings(**values)
         # `plan` has these two flags itself, and compares several values of them, all of which have to be good:
         # `replace` refuses a bad one. `show` has them among `unparsed_words`
         compared_lengths = getattr(args, "max_length", None) or [settings.max_length]
@@ -112,10 +122,10 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
             replace(settings, max_length=length, packing_strategy=strategy)
     except ValueError:
         return None
-    reader = _read_lengths_or_tokens(flags.data)
+    reader = _read_lengths_or_tokens(data)
     if reader is None:
         return None
-    for name in flags.data:
+    for name in data:
         print(f"Reading {name}", file=sys.stderr)
     # Without a model, documents cost what they cost on a Llama with 7B parameters
     return DryRun(settings, reader, cost_model=LLAMA_7B)
@@ -196,10 +206,3 @@ def _read_lengths_or_tokens(names: Sequence[str]) -> RowReader | None:
         return None
     check_id_range(table)  # refuses negative token ids and ids too large for any vocabulary
     return TokenReader(table)
-
-
-def _spellings(field: str) -> list[str]:
-    """Return the flags that set a field: with underscores, with dashes, and the short one if there is one."""
-    flag = f"--{field}"
-    short_flags = [short for short, long in SHORT_FLAGS.items() if long == flag]
-    return list(dict.fromkeys([flag, flag.replace("_", "-"), *short_flags]))

@@ -1,7 +1,7 @@
 """What the commands share about flags: short names, help texts, suggestions for misspelt names, and named settings."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import groupby
@@ -21,6 +21,7 @@ SHORT_FLAGS = {
     "--batch-size": "--per_device_train_batch_size",
     "--accumulation": "--gradient_accumulation_steps",
 }
+BOOLEAN_TEXTS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # what argparse takes for a switch
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -127,6 +128,21 @@ def add_world_size(parser: argparse.ArgumentParser, **settings: Any) -> None:
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add the flag for the tokenizer."""
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
+
+
+def complete_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Replace short flags by the flags of fields, and give switches without a value the value `true`.
+
+    Otherwise argparse would take the DATA behind a switch for its value.
+    """
+    # Boolean fields have the constant True, which argparse takes for a flag without a value
+    switches = [name for action in parser._actions if action.const is True for name in action.option_strings]
+    completed = []
+    for word, next_word in zip(words, [*words, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        lacks_value = name in switches and not equals and next_word.lower() not in BOOLEAN_TEXTS
+        completed.append(SHORT_FLAGS.get(name, name) + ("=true" if lacks_value else equals + value))
+    return completed
 
 
 def did_you_mean(names: Iterable[str], known: Iterable[str], cutoff: float = 0.75) -> str:

@@ -15,10 +15,8 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from trl.scripts.utils import DatasetConfig, get_dataset
 
 from ..training.foreign_keys import describe_foreign_keys
-from .flags import did_you_mean
+from .flags import BOOLEAN_TEXTS, did_you_mean
 from .sources import FORMATS, load_named, load_rows
-
-BOOLEAN_TEXTS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # what argparse takes for a switch
 
 
 @dataclass
