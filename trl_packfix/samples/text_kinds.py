@@ -442,4 +442,4 @@ def undecoded(feature: Any) -> Any:
         return {key: undecoded(value) for key, value in feature.items()}
     if isinstance(feature, List | LargeList):
         return type(feature)(undecoded(feature.feature))
-    return [undecoded(feature[0])] if isinstance(feature, list) else feature
+    return feature

@@ -92,15 +92,7 @@ def _num_dicts(feature: Any) -> int:
     """Return the depth of nested dictionaries in a feature; lists do not count."""
     if isinstance(feature, dict):
         return 1 + max(map(_num_dicts, feature.values()), default=0)
-    element_feature = _element_of(feature)
-    return 0 if element_feature is None else _num_dicts(element_feature)
-
-
-def _element_of(feature: Any) -> Any:
-    """Return the feature of the elements of a list; None if the feature is not a list."""
-    if isinstance(feature, List | LargeList):
-        return feature.feature
-    return feature[0] if isinstance(feature, list) and feature else None
+    return _num_dicts(feature.feature) if isinstance(feature, List | LargeList) else 0
 
 
 def without_nulls(row: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +116,9 @@ def given_value(name: str, value: Any, feature: Any) -> Any:
         return _without_nulls(value, feature)
     if not isinstance(value, list):
         return value
-    features = _element_of(feature)
     return [
         # A message may be None
-        message and {key: _without_nulls(element, features.get(key)) for key, element in message.items()}
+        message and {key: _without_nulls(element, feature.feature.get(key)) for key, element in message.items()}
         for message in value
     ]
 
@@ -137,9 +128,8 @@ def _without_nulls(value: Any, feature: Any) -> Any:
     if isinstance(feature, dict) and isinstance(value, dict):
         items = {key: element for key, element in value.items() if element is not None}
         return {key: _without_nulls(element, feature.get(key)) for key, element in items.items()}
-    element_feature = _element_of(feature)
-    if element_feature is not None and isinstance(value, list):
-        return [_without_nulls(element, element_feature) for element in value]
+    if isinstance(feature, List | LargeList) and isinstance(value, list):
+        return [_without_nulls(element, feature.feature) for element in value]
     return value
 
 
