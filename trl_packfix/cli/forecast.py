@@ -26,11 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..data.reader import RowReader
 from ..feature import find_folder
-from ..planning.costs import CostModel
 from ..planning.parallel import possible_degrees
-from ..planning.units import Balance, Synchronisation
+from ..planning.units import Balance
 from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEY_COLUMNS, Column
 from ..reporting.numbers import MAX_LOST_SHARE
@@ -105,27 +103,20 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
 
 
 def make_forecasts(
-    reader: RowReader,
-    configs: "Sequence[SFTConfig | PlanningSettings]",
-    world_sizes: Sequence[int],
-    *,
-    cost_model: CostModel,
-    synchronisation: Synchronisation = "micro",
-    tflops: float | None = None,
+    args: argparse.Namespace, dry_run: DryRun, compared: "Sequence[SFTConfig | PlanningSettings]"
 ) -> Iterator[Forecast]:
-    """Yield one forecast for each config and each number of ranks, in their order.
+    """Yield one forecast for each of the compared settings and each number of ranks, in their order.
 
-    Args:
-        reader: the rows of the run.
-        configs: the settings of the run with each `max_length` and each strategy.
-        world_sizes: numbers of ranks.
-        synchronisation: after what ranks wait for each other: every micro-batch ("micro") or every step ("step").
-        tflops: 10^12 operations per second that one device reaches in training; None: no time is predicted.
+    No time is predicted without `--tflops`, the 10^12 operations per second that one device reaches in training.
     """
-    for config in configs:
+    reader = dry_run.reader
+    cost_model = dry_run.cost_model
+    for config in compared:
         documents = documents_of(reader, config)
-        for world_size in world_sizes:
-            planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
+        for world_size in args.world_size:
+            planner = planner_for(
+                documents, config, world_size, cost_model=cost_model, synchronisation=args.synchronisation
+            )
             report = make_report(planner, reader, with_packs=False)
             # The estimate is also made of a run that shares no prefixes, and reads tokens to find documents that begin
             # alike. So `make_report` leaves it to this command
@@ -140,10 +131,10 @@ def make_forecasts(
             # Like the imbalance, this counts only documents that the epoch reaches.
             trained_documents = planner.schedule(0).order
             flops = float(costs[trained_documents].sum()) * FORWARD_AND_BACKWARD * computed_share
-            if tflops is None:
+            if args.tflops is None:
                 yield Forecast(report, flops)
                 continue
-            seconds = flops / (tflops * 1e12 * world_size)  # if no rank waited or communicated
+            seconds = flops / (args.tflops * 1e12 * world_size)  # if no rank waited or communicated
             seconds *= report.imbalance  # modelled time over the time in which no rank waits
             # `rank_section`: how ranks share packs, if they do. Then they spend a share of the time on exchanging parts
             seconds /= 1 - (report.rank_section.exchange_share or 0)
@@ -336,14 +327,7 @@ def _compare_forecasts(
         positions: the most tokens of a document that the model can read; None if it is not known.
     """
     # 1. Forecast training.
-    forecasts = make_forecasts(
-        dry_run.reader,
-        compared,
-        args.world_size,
-        cost_model=dry_run.cost_model,
-        synchronisation=args.synchronisation,
-        tflops=args.tflops,
-    )
+    forecasts = make_forecasts(args, dry_run, compared)
     description = f"planning {len(dry_run.reader):,} rows"
     total = len(compared) * len(args.world_size)
     plans = list(track(forecasts, description, total, console=Console(stderr=True), transient=True))
