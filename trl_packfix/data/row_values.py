@@ -26,6 +26,7 @@ from datasets import ClassLabel, Dataset
 
 from ..layout import layout_of
 from ..samples.row import MAX_ROWS_NAMED
+from ..samples.texts import arrow_column
 from .rank_share import RankShare
 
 # Keys of documents and of batches
@@ -230,8 +231,7 @@ def _value_column(dataset: Dataset, column: str, field: str, *, name: str) -> pa
             f"`{field}={column!r}` was given, and the {name} dataset has the columns {dataset.column_names}. Without "
             f"this column its rows have no such value. Set `{field}` to one of these columns, or leave it unset."
         )
-    values: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]
-    return values
+    return arrow_column(dataset, column)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from datasets import Dataset
 from ..layout import IGNORE_INDEX
 from .conversation import NUM_SHOWN, Tokenizer, plain_tokenizer
 from .row import ROW_COLUMN, read_integer_column
+from .texts import arrow_column
 
 logger = logging.getLogger(__name__)
 trl_logger = logging.getLogger("trl.trainer.sft_trainer")
@@ -78,7 +79,7 @@ def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
     """
     rows = read_integer_column(samples, ROW_COLUMN)  # for each sample the index of its conversation, in rising order
     rows = rows[: np.searchsorted(rows, NUM_COMPARED)]  # samples of the rows 0 to 99
-    lists = samples.select_columns("input_ids").select(range(len(rows))).with_format("arrow")[:]["input_ids"]
+    lists = arrow_column(samples.select(range(len(rows))), "input_ids")
     tokens = [token_list.values.to_numpy() for token_list in lists]
     neighbours = zip(rows[:-1], rows[1:], tokens[:-1], tokens[1:], strict=True)
     pairs = [

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from .texts import NoTextError, text_columns
+from .texts import NoTextError, arrow_column, text_columns
 
 BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # Columns that samples have until their turns are counted: index of the row, index of the turn, and `turns`, `context`
@@ -216,7 +216,7 @@ def _find_faults(row: Mapping[str, object], text_field: str) -> Iterator[str]:
 
 def read_integer_column(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
     """Return a column of integers as an array, shape (samples,)."""
-    numbers: npt.NDArray[np.int64] = samples.select_columns(name).with_format("arrow")[:][name].to_numpy()
+    numbers: npt.NDArray[np.int64] = arrow_column(samples, name).to_numpy()
     return numbers
 
 
@@ -232,8 +232,8 @@ def bad_row_mask(dataset: Dataset) -> npt.NDArray[np.bool_]:
     """
     if BAD_ROW_COLUMN not in dataset.column_names:
         return np.zeros(len(dataset), dtype=bool)
-    reasons = dataset.select_columns(BAD_ROW_COLUMN).with_format("arrow")[:][BAD_ROW_COLUMN]
-    return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()  # null: rows that were joined without the column
+    is_bad = pc.not_equal(arrow_column(dataset, BAD_ROW_COLUMN), "")
+    return pc.fill_null(is_bad, False).to_numpy()  # null: rows that were joined without the column
 
 
 # Libraries whose code decides what is cached: tokens, lengths of images, random orders

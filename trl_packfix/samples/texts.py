@@ -177,5 +177,10 @@ def missing(dataset: Dataset, column: str) -> npt.NDArray[np.bool_]:
     # high
     if not dataset.data.column(column).null_count:
         return np.zeros(len(dataset), bool)
+    return np.array(arrow_column(dataset, column).is_null().to_numpy())
+
+
+def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
+    """Return a column of the rows that a table has selected, as Arrow stores it: nothing is decoded."""
     values: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]
-    return np.array(values.is_null().to_numpy())
+    return values
