@@ -33,7 +33,7 @@ from ..compat import main_process_first, sanitises_control_tokens
 from .checks import PLACEHOLDER, has_images
 from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
-from .marks import MARK, NUMBER, copy_texts, with_marks, without_marks
+from .marks import MARK, copy_texts, with_marks, without_marks
 from .rendering import FormattedRow, FormattingFunction, Rendering
 from .text_kinds import (
     BEGINS_WITH_BOS,
@@ -243,7 +243,7 @@ class _Proof:
         if rendered is None or without_marks(rendered, marks) != text:
             return False
         # A template may change a text to capital letters, and the marks in it. Marks are written in small letters
-        counts = Counter(mark.lower() for mark in MARK.findall(rendered)) + Counter(NUMBER.findall(rendered))
+        counts = Counter(mark.lower() for mark in MARK.findall(rendered))
         # (index of the message, text) of the marks that were found
         texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
         for mark, (leaf, value) in marks.items():

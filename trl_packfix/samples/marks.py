@@ -19,8 +19,7 @@ from .rendering import Rendering, copied
 from .text_kinds import CONSTANT, THOUGHT, Leaf, leaves
 from .texts import struct_columns, without_nulls
 
-MARK = re.compile(r"zq\d+x", re.IGNORECASE)
-NUMBER = re.compile(r"97000\d{6}(?:\.5)?")
+MARK = re.compile(r"zq\d+x|97000\d{6}(?:\.5)?", re.IGNORECASE)
 # A letter before which a mark may be put: the first of a word, and not of a tag or an escape
 FIRST_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")
 Marks: TypeAlias = dict[str, tuple[Leaf, object]]  # for each mark its leaf, and the text or number before it was marked
@@ -81,10 +80,13 @@ def _insert(mark: str, text: str) -> str:
 def without_marks(text: str, marks: Marks) -> str:
     """Remove the marks from a rendered text, and put back the numbers that marks replaced."""
 
-    def original_number(match: re.Match[str]) -> str:
-        return str(marks[match[0]][1]) if match[0] in marks else match[0]
+    def original(match: re.Match[str]) -> str:
+        mark = match[0]
+        if not mark[0].isdigit():
+            return ""
+        return str(marks[mark][1]) if mark in marks else mark  # a number that is no mark is one of the row itself
 
-    return NUMBER.sub(original_number, MARK.sub("", text))
+    return MARK.sub(original, text)
 
 
 def find_omissions(
@@ -110,9 +112,10 @@ def find_omissions(
     rendered = rendering.text_or_none(marked)
     if rendered is None or without_marks(rendered, marks) != text:
         return text, []
-    matches = [*MARK.finditer(rendered), *NUMBER.finditer(rendered)]
     # In small letters, as marks are written: a template may change texts to capital letters
-    positions = {match[0].lower(): len(without_marks(rendered[: match.start()], marks)) for match in matches}
+    positions = {
+        match[0].lower(): len(without_marks(rendered[: match.start()], marks)) for match in MARK.finditer(rendered)
+    }
     return text, list(_omissions(marks, positions, text))
 
 
