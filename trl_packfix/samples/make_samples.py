@@ -150,7 +150,6 @@ def _apply_recipe(
         return PreparedDataset(without_bad_rows(stream) if drops and not keeps_bad_rows else stream, recipe)
     # These columns are removed again below, when the turns are counted
     bookkeeping = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
-    kwargs["repeated"] = copied if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
             # `datasets` reuses cached samples only while the hashes of the code are the same
@@ -202,7 +201,6 @@ def columns_of_batch(
     indices: list[int],
     recipe: Recipe,
     *,
-    repeated: Sequence[str] = (),
     structs: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, list[Any]]:
     """Make the samples of a batch of rows. This is a function for `Dataset.map`.
@@ -211,7 +209,6 @@ def columns_of_batch(
         batch: The columns of the rows by name.
         indices: Indices of the rows in their dataset.
         recipe: Makes the samples of a row.
-        repeated: Names of further columns of a row, whose values are copied to each of its samples.
         structs: Features of the columns whose dictionaries have keys that Arrow added, which are removed
             (`given_value`).
 
@@ -219,6 +216,8 @@ def columns_of_batch(
         The columns of the samples by name. A bad row has one sample, with a reason in `BAD_ROW_COLUMN`.
     """
     bookkeeping = BOOKKEEPING_COLUMNS if recipe.setting else ()  # empty if turns are not counted
+    # Columns whose values are copied to each sample of a row. If each row becomes one sample, `map` keeps them itself
+    repeated = [column for column in batch if column not in recipe.consumes] if recipe.splits else []
     columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW_COLUMN, *bookkeeping, *repeated)}
     for i, row_index in enumerate(indices):
         row = _RowView(batch, i, structs)
@@ -249,9 +248,8 @@ def _columns_of_stream(
     structs: Mapping[str, Any],
 ) -> dict[str, list[Any]]:
     """Make the samples of one row of a stream, and raise a ValueError if it is bad and bad rows are not dropped."""
-    repeated = [column for column in batch if column not in recipe.consumes] if recipe.splits else []
     with repeats:
-        columns = columns_of_batch(batch, indices, recipe, repeated=repeated, structs=structs)
+        columns = columns_of_batch(batch, indices, recipe, structs=structs)
     for reason in columns[BAD_ROW_COLUMN]:
         if reason and not drops:
             raise ValueError(
