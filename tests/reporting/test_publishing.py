@@ -26,7 +26,6 @@ from support.runs import build_trainer, config
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.reporting import page
-from trl_packfix.reporting.numbers import PackingNumbers
 from trl_packfix.reporting.page import make_page, read_run, summarise
 from trl_packfix.reporting.report import metrics, show_lines
 from trl_packfix.reporting.sections import LengthHistogram
@@ -114,7 +113,8 @@ def test_the_model_card_says_packed_how_and_proved(trainer):
     card = Path(trainer.args.output_dir, "README.md").read_text()
     assert card.count("## Packing") == 1
     assert card.index("## Packing") < card.index("### Framework versions")
-    summary = dict(summarise(trainer.packing_report.saved_values(), trainer.state.log_history))
+    report = trainer.packing_report
+    summary = dict(summarise(report, report.lines(), trainer.state.log_history))
     assert summary.keys() == {"model", "data", "trained", "lost", "isolation", "first step", "speed"}
     del summary["model"]  # TRL's first sentence names it, with a link
     for label, text in summary.items():
@@ -150,8 +150,9 @@ def test_the_page_of_a_run_is_what_was_logged_and_reported(trainer, output, caps
     log = read_run(output).log
     assert log == trainer.state.log_history[: len(log)], "another test may evaluate after the training"
     assert "train_runtime" in log[-1]
-    summary = summarise(trainer.packing_report.saved_values(), log)
-    assert tables_of(page) == {"summary": summary, "report": trainer.packing_report.lines()}
+    lines = trainer.packing_report.lines()
+    summary = summarise(trainer.packing_report, lines, log)
+    assert tables_of(page) == {"summary": summary, "report": lines}
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert f"loss {losses[0]:.3g} to {losses[-1]:.3g}" in dict(summary)["trained"]
     assert "truncated" in dict(summary)["lost"]
@@ -171,8 +172,7 @@ def test_the_page_of_a_run_is_what_was_logged_and_reported(trainer, output, caps
 
 
 def test_numbers_that_were_saved_are_read_back(trainer, output):
-    saved = read_run(output)
-    numbers = PackingNumbers.from_saved(saved.values)
+    numbers = read_run(output).numbers
     report = trainer.packing_report
     for name in ("ledger", "lengths", "max_length", "strategy", "num_packs", "efficiency", "lost_trained_share"):
         assert getattr(numbers, name) == getattr(report, name), name

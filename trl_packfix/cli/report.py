@@ -40,7 +40,7 @@ def run_report(args: argparse.Namespace) -> int:
     saved = read_run(folder)
     output = Path(args.output) if args.output else folder / PAGE
     output.write_text(make_page(saved, f"Packed training: {folder.resolve().name}"), encoding="utf-8")
-    summary = summarise(saved.values, saved.log)  # the packing report, and the log of the trainer
+    summary = summarise(saved.numbers, saved.lines, saved.log)  # the packing report, and the log of the trainer
     if args.json:
         print(json.dumps(dict(summary) | {"page": str(output)}, indent=2))
         return 0

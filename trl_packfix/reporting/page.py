@@ -30,8 +30,6 @@ STATE_FILE = "trainer_state.json"
 TEMPLATE = Path(__file__).with_name("page.html")
 NO_PICTURES = "matplotlib is not installed, so nothing is drawn. Run `pip install matplotlib` and this command again."
 
-Values = Mapping[str, Any]
-"""The values of a saved report, by the names of the fields of `PackingReport`; "lines" has its lines (label, text)."""
 Log = Sequence[Mapping[str, Any]]
 """The entries of a trainer's log, in order: the `log_history` of transformers."""
 
@@ -39,7 +37,8 @@ Log = Sequence[Mapping[str, Any]]
 class SavedRun(NamedTuple):
     """What training saved about a run, and the files that hold it."""
 
-    values: Values
+    numbers: PackingNumbers
+    lines: Sequence[tuple[str, str]]  # (label, text) of each line of the report
     log: Log
     files: list[Path]
 
@@ -67,9 +66,8 @@ def read_run(folder: Path) -> SavedRun:
             f"`{report_file}` was given, which an earlier version of trl_packfix has written. It lacks the lines of "
             "the report. Train again, or read the file itself."
         )
-    if not state_files:
-        return SavedRun(values, [], [report_file])
-    return SavedRun(values, _read_json(state_files[-1])["log_history"], [report_file, state_files[-1]])
+    log = _read_json(state_files[-1])["log_history"] if state_files else []
+    return SavedRun(PackingNumbers.from_saved(values), values["lines"], log, [report_file, *state_files[-1:]])
 
 
 def _read_json(file: Path) -> Any:
@@ -83,23 +81,24 @@ def _read_json(file: Path) -> Any:
         ) from error
 
 
-def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
+def summarise(numbers: PackingNumbers, lines: Sequence[tuple[str, str]], log: Log) -> list[tuple[str, str]]:
     """Return the short form of a report as (label, text): what was trained, lost tokens, passed checks, and the speed.
 
     Args:
-        values: the values of the saved report.
+        numbers: the numbers of the report.
+        lines: its lines, (label, text) of each.
         log: the log of the trainer; [] before training and where it was not saved.
     """
-    lines = dict(values["lines"])  # label -> text of each line of the report
+    texts = dict(lines)  # by label
     last_logged = {name: value for entry in log for name, value in entry.items()}
     rows = []
-    if values["model"] is not None:
-        rows.append(("model", values["model"]))
-    packs = "" if values["num_packs"] is None else f" in {values['num_packs']:,} packs"
-    if values["efficiency"] is not None:  # None for a dataset that is read as a stream, before its first pack
-        packs += f", {values['efficiency']:.1%} full"
-    data = f"{values['num_documents']:,} documents, {values['num_tokens']:,} tokens"
-    rows.append(("data", f"{data} ({values['num_trained_tokens']:,} trained){packs}"))
+    if numbers.model is not None:
+        rows.append(("model", numbers.model))
+    packs = "" if numbers.num_packs is None else f" in {numbers.num_packs:,} packs"
+    if numbers.efficiency is not None:  # None for a dataset that is read as a stream, before its first pack
+        packs += f", {numbers.efficiency:.1%} full"
+    data = f"{numbers.num_documents:,} documents, {numbers.num_tokens:,} tokens"
+    rows.append(("data", f"{data} ({numbers.num_trained_tokens:,} trained){packs}"))
     if "step" in last_logged:
         losses = [entry["loss"] for entry in log if "loss" in entry]
         loss = f", loss {losses[0]:.3g} to {losses[-1]:.3g}" if losses else ""
@@ -110,18 +109,17 @@ def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
         rows.append(
             ("trained", f"{last_logged['step']:,} optimizer steps, {last_logged.get('epoch', 0):.3g} epochs{loss}")
         )
-    rows.append(("lost", _lost_text(values)))
+    rows.append(("lost", _lost_text(numbers)))
     # Checks before training: documents of a pack do not change each other, and the first step is that of TRL
-    rows += [(label, lines[label]) for label in ("isolation", "first step") if label in lines]
+    rows += [(label, texts[label]) for label in ("isolation", "first step") if label in texts]
     speed = _speed_text(last_logged)
     if speed:
         rows.append(("speed", speed))
     return rows
 
 
-def _lost_text(values: Values) -> str:
+def _lost_text(numbers: PackingNumbers) -> str:
     """Return how many tokens that the loss would count are cut, dropped or not reached, and of how many documents."""
-    numbers = PackingNumbers.from_saved(values)
     ledger = numbers.ledger  # counts of documents and tokens by what was done with them
     counts = {"truncated": ledger.truncated, "split": ledger.split}
     counts |= {f"dropped ({reason})": count for reason, count in ledger.dropped.items()}
@@ -150,9 +148,9 @@ def _speed_text(last_logged: Mapping[str, Any]) -> str:
 def make_page(saved: SavedRun, title: str) -> str:
     """Return the page of a run as HTML."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    lines = dict(saved.values["lines"])
-    problems = [f"{label}: {lines[label]}" for label in ("warning", "experimental") if label in lines]
-    isolation = lines.get("isolation", "")
+    texts = dict(saved.lines)  # by label
+    problems = [f"{label}: {texts[label]}" for label in ("warning", "experimental") if label in texts]
+    isolation = texts.get("isolation", "")
     if isolation and not isolation.startswith("passed"):
         problems.append(f"isolation: {isolation}")
     if not saved.log:
@@ -160,10 +158,10 @@ def make_page(saved: SavedRun, title: str) -> str:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         problems=problems,
-        summary=summarise(saved.values, saved.log),
+        summary=summarise(saved.numbers, saved.lines, saved.log),
         pictures=_draw_pictures(saved),
         no_pictures=NO_PICTURES,
-        lines=saved.values["lines"],
+        lines=saved.lines,
         version=__version__,
         files=", ".join(f"{file.parent.name}/{file.name}" for file in saved.files),
     )
@@ -181,7 +179,7 @@ def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
     """Return the pictures of a run, each with its name, its caption and the PNG in base64; [] without matplotlib."""
     if not draws_pictures():
         return []
-    numbers = PackingNumbers.from_saved(saved.values)
+    numbers = saved.numbers
     losses = [entry for entry in saved.log if "loss" in entry or "eval_loss" in entry]
     panels: list[tuple[str, str, Callable[[Axes], None]]] = []  # (name, caption, function that draws the picture)
     if losses:

@@ -174,7 +174,7 @@ def complete_card(
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
         before, heading, after = text.partition("### Framework versions")
-        summary = summarise(report.saved_values(), log)  # (label, text) of a few lines
+        summary = summarise(report, report.lines(), log)  # (label, text) of a few lines
         rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in summary if label != "model")
         proved = ", which was tested on this model before its first step: see `isolation`"
         text = (
