@@ -21,6 +21,14 @@ TESTED_VERSIONS = {
 }
 
 
+def installed_version(name: str) -> str:
+    """Return the version of an installed distribution; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def libraries_newer_than_tested() -> tuple[str, ...]:
     """Return a sentence for each installed library that is newer than the newest version with which it was tested.
 
@@ -31,10 +39,7 @@ def libraries_newer_than_tested() -> tuple[str, ...]:
 
     newer = []
     for name, tested in TESTED_VERSIONS.items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # deepspeed is optional
-            continue
-        if Version(Version(installed).public) > Version(tested):
+        installed = installed_version(name)  # deepspeed is optional
+        if installed and Version(Version(installed).public) > Version(tested):
             newer.append(f"{name} {installed} is newer than the newest tested {tested}")
     return tuple(newer)

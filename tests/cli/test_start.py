@@ -152,7 +152,7 @@ def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, 
 def test_a_library_that_is_newer_than_tested_is_said(monkeypatch, printed):
     monkeypatch.setitem(env.TESTED_VERSIONS, "transformers", "5.1.0")
     monkeypatch.setitem(env.TESTED_VERSIONS, "deepspeed", "99.0")
-    monkeypatch.setattr(env, "_version", lambda name: {"transformers": "5.2.0", "trl": "1.16.0"}.get(name, ""))
+    monkeypatch.setattr(env, "installed_version", lambda name: {"transformers": "5.2.0", "trl": "1.16.0"}.get(name, ""))
     values = printed("env")
     assert values["transformers"] == "5.2.0 (tested: 5.1.0)"
     assert values["deepspeed"] == "not installed (tested: 99.0)"

@@ -289,8 +289,8 @@ def test_each_file_of_the_package_is_part_of_the_code(tmp_path):
 def test_another_version_of_a_library_is_other_code(monkeypatch, library):
     right = row._hash_versions()
     assert PREPARATION_SOURCE_HASH.endswith(right)
-    installed = row.version
-    monkeypatch.setattr(row, "version", lambda name: "9.9.9" if name == library else installed(name))
+    installed = row.installed_version
+    monkeypatch.setattr(row, "installed_version", lambda name: "9.9.9" if name == library else installed(name))
     assert row._hash_versions() != right
 
 

@@ -1,14 +1,13 @@
 """`trl-packfix env`: versions, kernels, GPUs and settings in one block, to attach to a bug report."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from ..version import TESTED_VERSIONS, __version__
+from ..version import TESTED_VERSIONS, __version__, installed_version
 from .flags import HelpFormatter, Subparsers
 from .torch_environment import cpu_computes_bf16
 
@@ -65,12 +64,12 @@ def describe_environment() -> Iterator[tuple[str, str]]:
     yield "trl_packfix", __version__
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     for name in LIBRARIES:
-        version = _version(name)
+        version = installed_version(name)
         tested = TESTED_VERSIONS.get(name)
         note = f" (tested: {tested})" if tested and version.partition("+")[0] != tested else ""
         if version or tested:
             yield name, (version or "not installed") + note
-    installed = {name: _version(name) for name, module in KERNELS.items() if find_spec(module) is not None}
+    installed = {name: installed_version(name) for name, module in KERNELS.items() if find_spec(module) is not None}
     texts = [f"{name} {version or '(version not known)'}" for name, version in installed.items()]
     yield "kernels", ", ".join(texts) or "none installed"
     yield from _describe_devices()
@@ -78,14 +77,6 @@ def describe_environment() -> Iterator[tuple[str, str]]:
     shown = {name: "(a path)" if os.sep in value else value for name, value in os.environ.items() if _is_shown(name)}
     settings = [f"{name}={value}" for name, value in sorted(shown.items())]
     yield "settings", ", ".join(settings) or "no variable of torch, accelerate, DeepSpeed or NCCL is set"
-
-
-def _version(name: str) -> str:
-    """Return the version of an installed distribution; "" if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _is_shown(name: str) -> bool:

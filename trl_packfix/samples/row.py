@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from operator import add
 from pathlib import Path
 from textwrap import shorten
@@ -24,6 +23,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from ..version import installed_version
 from .texts import NoTextError, arrow_column, text_columns
 
 BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
@@ -252,10 +252,8 @@ def hash_sources(package: Path) -> str:
 
 def _hash_versions() -> str:
     """Hash the installed versions of the libraries whose code decides what is cached."""
-    installed = []
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):  # torchvision is needed for some images only
-            installed.append(f"{name} {version(name)}")
+    # torchvision may be missing: it is needed for some images only
+    installed = [f"{name} {installed_version(name)}" for name in _LIBRARIES]
     return hashlib.sha256("\n".join(installed).encode()).hexdigest()
 
 
