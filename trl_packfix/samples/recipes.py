@@ -14,7 +14,7 @@ error for a bad row. If only one turn of a row is bad, its sample has a `reason`
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias
@@ -118,10 +118,9 @@ class WholeRows(Recipe):
     trl_version: str = trl.__version__  # part of the hash: another version of TRL may make other samples
     _steps: dict[object, tuple[Step, ...]] = field(default_factory=dict, compare=False)
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __getstate__(self) -> dict[str, object]:
         # `datasets` hashes the pickled recipe to find its cache. The steps that are recorded so far must not change it.
-        names = [attribute.name for attribute in fields(self) if attribute.name != "_steps"]
-        return WholeRows, tuple(getattr(self, name) for name in names)
+        return vars(self) | {"_steps": {}}
 
     def samples(self, row: Row, row_index: int) -> list[Sample]:
         columns = text_columns(row, self.text_field)  # names of the columns that are tokenised
