@@ -223,13 +223,13 @@ def with_chat_roles(row: dict[str, Any]) -> dict[str, Any]:
     messages = row.get("conversations")
     if not isinstance(messages, list):
         return row  # the row has another form, or it is bad and is refused later
-    return row | {"conversations": [with_role(m, "from") if isinstance(m, dict) else m for m in messages]}
+    return row | {"conversations": [_with_chat_role(m) if isinstance(m, dict) else m for m in messages]}
 
 
-def with_role(message: Message, key: str) -> Message:
-    """Return a copy of a message whose role, stored under `key`, has the name that chat templates know."""
-    role = message.get(key)
-    return message | ({key: ROLES[role]} if isinstance(role, str) and role in ROLES else {})
+def _with_chat_role(message: Message) -> Message:
+    """Return a copy of a message whose role has the name that chat templates know."""
+    role = message.get("from")
+    return message | ({"from": ROLES[role]} if isinstance(role, str) and role in ROLES else {})
 
 
 def plain_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
