@@ -263,15 +263,17 @@ class _Proof:
 
     def _replace_constants_and_count(self, conversation: Conversation, text: str) -> None:
         """Replace each boolean and null of tools and arguments, one at a time, and count if the text changes."""
-        for i, constant in enumerate(_constants(conversation)[:MAX_TRIED_PER_ROW]):
-            states = self.states.get(constant.kind, Counter())
+        changed = copy_texts(conversation)
+        values = leaves(changed.messages, changed.arguments)
+        constants = [leaf for leaf in values if leaf.kind.path.endswith(CONSTANT)]
+        for leaf in constants[:MAX_TRIED_PER_ROW]:
+            states = self.states.get(leaf.kind, Counter())
             if states.total() >= MAX_TRIED_PER_KIND:
                 continue
-            changed = copy_texts(conversation)
-            leaf = _constants(changed)[i]
             value = leaf.holder[leaf.key]
             leaf.holder[leaf.key] = NO_NULL if value is None else not value
             rendered = self.rendering.text_or_none(changed)
+            leaf.holder[leaf.key] = value
             if rendered is not None:
                 self.states[leaf.kind]["left out" if rendered == text else "kept"] += 1
                 self.examples.setdefault(leaf.kind, json.dumps(value))
@@ -600,12 +602,6 @@ def _as_json(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:  # an image
         return str(value)
-
-
-def _constants(conversation: Conversation) -> list[Leaf]:
-    """Return the booleans and nulls that cannot be marked."""
-    values = leaves(conversation.messages, conversation.arguments)
-    return [leaf for leaf in values if leaf.kind.path.endswith(CONSTANT)]
 
 
 def _is_thought(path: str) -> bool:
