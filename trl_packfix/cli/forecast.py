@@ -142,7 +142,7 @@ def make_forecasts(
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
 
-def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tuple[Forecast, list[str]]:
+def recommend(forecasts: Sequence[Forecast], positions: int | None) -> tuple[Forecast, list[str]]:
     """Choose the smallest `max_length` that loses at most 1 % of the trained tokens.
 
     If no length does, choose the length that loses the fewest tokens.

@@ -131,8 +131,8 @@ def _parses_as(text: str, field_type: type) -> bool:
 
 def _make_entry(entry: object) -> SourceConfig:
     """Return an entry of `datasets` as a `SourceConfig`; refuse unknown keys, wrong types and a missing path."""
-    if isinstance(entry, DatasetConfig):
-        return entry if isinstance(entry, SourceConfig) else SourceConfig(**vars(entry))
+    if isinstance(entry, SourceConfig):  # from the flag
+        return entry
     if not isinstance(entry, dict):
         raise ValueError(
             f"`{entry}` was given as an entry of `datasets`. An entry is a mapping with a `path`. Write "

@@ -82,7 +82,7 @@ def check_rows(dataset: object, name: str) -> None:
 
 
 def check_raw_dataset(
-    dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, args: TurnSettings, is_formatted: bool = False
+    dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, args: TurnSettings, is_formatted: bool
 ) -> None:
     """Refuse a table without text to tokenise and, with `bad_rows="raise"`, a table that has rows without text.
 

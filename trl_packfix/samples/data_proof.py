@@ -35,6 +35,7 @@ from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
 from .marks import MARK, copy_texts, with_marks, without_marks
 from .rendering import FormattedRow, FormattingFunction, Rendering
+from .row import MAX_ROWS_NAMED
 from .text_kinds import (
     BEGINS_WITH_BOS,
     CONSTANT,
@@ -61,7 +62,6 @@ from .turns import TurnSettings, template_of
 # Limits, so that the proof takes seconds for any dataset
 NUM_READ_OF_STREAM = 100  # rows that are read at the beginning of a stream
 NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
-MAX_NAMED = 10  # rows that a finding names
 MOST_SHAPES = 200  # shapes of which one row is tried
 MOST_MARKS = 20_000  # marks in all rows together
 MAX_TRIED_PER_ROW = 50  # of a row: texts that are marked alone, and booleans and nulls that are replaced
@@ -353,7 +353,7 @@ class _Proof:
         rows = np.arange(len(self.row_kinds)) if kinds is None else self.row_kinds.rows_with(kinds)
         rows = np.setdiff1d(rows, self.row_kinds.rows_with(without))
         if len(rows):
-            yield Finding(predicate, len(rows), tuple(rows[:MAX_NAMED].tolist()), **fields)
+            yield Finding(predicate, len(rows), tuple(rows[:MAX_ROWS_NAMED].tolist()), **fields)
 
     def findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield a finding for everything that is missing from the tokens, repeated or changed."""

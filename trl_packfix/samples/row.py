@@ -32,7 +32,7 @@ BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens
 ROW_COLUMN = "packfix_row"
 TURN_COLUMN = "packfix_turn"
 BOOKKEEPING_COLUMNS = [ROW_COLUMN, TURN_COLUMN, "packfix_turns", "packfix_context", "packfix_earlier"]
-MAX_ROWS_NAMED = 10  # a message names at most this many rows
+MAX_ROWS_NAMED = 10  # a message, or a finding of a proof, names at most this many rows
 
 
 @dataclass(frozen=True)
