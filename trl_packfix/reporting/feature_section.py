@@ -1,17 +1,18 @@
 """Define what the report asks of the section of a feature, such as how much the feature saves, and its line.
 
 A feature is a part of the package that a run may use, in a folder of `features/`. `Feature.report_section`
-(`trl_packfix/feature.py`) makes the section of a run before training, and `Feature.estimate` makes the section for
-`trl-packfix plan`. The only feature with a section so far is shared prefixes: documents that begin alike compute their
-common beginning once (`features/prefixes/savings.py`). The *unpacked run* is the training that TRL would do with the
-same settings and without packing.
+(`trl_packfix/feature.py`) makes the section of a run before training. For `trl-packfix plan`, `estimate_savings` of the
+folder makes it. The only feature with a section so far is shared prefixes: documents that begin alike compute their
+common beginning once (`features/prefixes/savings.py`). Beside what is named here, `columns.py` reads numbers of a
+section by the names of its attributes. The *unpacked run* is the training that TRL would do with the same settings and
+without packing.
 """
 
 from typing import Protocol, Self
 
 
 class FeatureSection(Protocol):
-    """What a feature does in the first epoch. A feature implements this in a class of its own folder."""
+    """What a feature does in the first epoch. A feature has a subclass in its own folder."""
 
     @property
     def is_used(self) -> bool:

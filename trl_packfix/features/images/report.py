@@ -11,13 +11,14 @@ import numpy as np
 
 from ...data.epochs import EpochPlanner
 from ...planning.schedule import imbalance
+from ...reporting.feature_section import ContentSection
 
 if TYPE_CHECKING:  # the module needs torch, and `trl-packfix plan` makes reports without torch
     from ...data.stream import PackedStream, StreamCounts
 
 
 @dataclass(frozen=True)
-class ImageNumbers:
+class ImageNumbers(ContentSection):
     """The images of the documents: in the first epoch of a table, or in the packs of a stream so far.
 
     Planning balances the sum of the costs of the vision tower and the language model between ranks. So the costs of

@@ -12,6 +12,7 @@ the tokens of some packs (for "pack") and of some *stretches*, documents that fo
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from ...data.reader import RowReader, TokenReader
 from ...planning.arrays import Int64Array
 from ...planning.packing import SharePrefixes
 from ...planning.token_order import TokenOrder
+from ...reporting.feature_section import FeatureSection
 from .families import Pieces, make_family_pieces, shared_by_neighbours
 from .tokens import token_order
 
@@ -31,10 +33,10 @@ WORTH_SHARING = 0.95  # the report names a setting that would compute a smaller 
 
 
 @dataclass(frozen=True)
-class PrefixSavings:
+class PrefixSavings(FeatureSection):
     """The shares of tokens, FLOPs and images that are computed in the first epoch; None if a share is not known.
 
-    It is the section of the report about shared prefixes (`FeatureSection`).
+    It is the section of the report about shared prefixes.
     """
 
     setting: SharePrefixes  # the value of `share_prefixes` in this run
@@ -54,7 +56,7 @@ class PrefixSavings:
         """Whether documents of the run share rows."""
         return self.setting != "off" and self.refused is None
 
-    def refuse(self, reason: str) -> "PrefixSavings":
+    def refuse(self, reason: str) -> Self:
         """Return these savings for a model that cannot share prefixes."""
         return replace(self, refused=reason)
 
