@@ -58,41 +58,29 @@ class TowerDivision:
         Raises:
             ValueError: the first axis of a tensor in the output does not belong to the rows.
         """
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
+        for tensor in tree_leaves(output):
             # A tower may return fewer rows than it reads, such as 1 for 4. In the ratio of this rank, the input rows of
             # all ranks must give a whole number of output rows
-            if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows_by_rank) % self.num_computed:
+            if isinstance(tensor, Tensor) and (
+                tensor.dim() == 0 or tensor.shape[0] * sum(self.rows_by_rank) % self.num_computed
+            ):
                 raise ValueError(
                     f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.num_computed} of "
                     f"{sum(self.rows_by_rank)} patches or tiles, which the {len(self.rows_by_rank)} ranks that share a "
                     "pack divide. Its first axis does not belong to them, so it cannot be joined. Set "
                     "`tokens_per_rank=None`."
                 )
-        # 1. Send the outputs of this rank to each rank: the elements of all tensors end to end, in one dtype.
-        num_own_rows = self.rows_by_rank[self.group.rank]
-        sent = torch.cat([tensor[: self._num_output_rows(tensor, num_own_rows)].flatten() for tensor in tensors])
-        num_ranks = len(self.rows_by_rank)
-        sizes_by_rank = [
-            [tensor[:1].numel() * self._num_output_rows(tensor, num_rows) for tensor in tensors]
-            for num_rows in self.rows_by_rank
-        ]
-        received_sizes = [sum(sizes) for sizes in sizes_by_rank]
-        received = exchange_pieces(sent.repeat(num_ranks), [len(sent)] * num_ranks, received_sizes, self.group)
-        # 2. Join what all ranks sent for each tensor.
-        from_ranks = received.split(received_sizes)
-        pieces_by_rank = [elements.split(sizes) for elements, sizes in zip(from_ranks, sizes_by_rank, strict=True)]
-        joined = []
-        for tensor, pieces in zip(tensors, zip(*pieces_by_rank, strict=True), strict=True):
-            rows = [piece.view(-1, *tensor.shape[1:]) for piece in pieces]
-            joined.append(torch.cat(rows).to(tensor.dtype))
-        # 3. Put the joined tensors into the structure of the output.
-        joined_tensors = iter(joined)
-        return tree_map_only(Tensor, lambda tensor: next(joined_tensors), output)
+        return tree_map_only(Tensor, self._gather_tensor, output)
 
-    def _num_output_rows(self, tensor: Tensor, num_input_rows: int) -> int:
-        """Return how many rows of an output tensor belong to some input rows: fewer, if the tower merges patches."""
-        return tensor.shape[0] * num_input_rows // self.num_computed
+    def _gather_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the output for all images: the rows from all ranks, end to end."""
+        num_ranks = len(self.rows_by_rank)
+        row_size = tensor[:1].numel()
+        # The output rows of each rank are fewer than its input rows, if the tower merges patches
+        counts = [tensor.shape[0] * num_rows // self.num_computed * row_size for num_rows in self.rows_by_rank]
+        sent = tensor.flatten()[: counts[self.group.rank]]
+        received = exchange_pieces(sent.repeat(num_ranks), [len(sent)] * num_ranks, counts, self.group)
+        return received.view(-1, *tensor.shape[1:])
 
 
 def divide_tower_inputs(
