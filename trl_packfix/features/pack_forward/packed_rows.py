@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.autograd import Variable
 from transformers import PreTrainedModel
@@ -47,7 +48,6 @@ from ...isolation.probed_model import CannotRun, gradient_of, largest_distance, 
 from ...isolation.repair import AroundCall, AroundCalls, is_sharded
 from ...isolation.thresholds import thresholds
 from ...isolation.unpacking import join_outputs
-from ...layout import Layout
 
 POOLED_OUTPUT = "pooler_output"  # output of a backbone with one value per row, which a pack does not have
 STATE_OUTPUTS = ("output_hidden_states", "output_attentions")  # arguments that request outputs of all layers
@@ -70,19 +70,12 @@ class RowsOfBatch(NamedTuple):
         return self.pack["input_ids"].shape[1]
 
     def to(self, device: torch.device) -> "RowsOfBatch":
-        """Return a copy on another device. It goes to CUDA through pinned memory, so that the host does not wait."""
-
-        def move(value: Any) -> Any:
-            if not isinstance(value, Tensor | Layout) or device.type == "cpu":
-                return value
-            value = value.pin_memory() if device.type == "cuda" else value
-            return value.to(device, non_blocking=True)
-
-        pack = {name: move(value) for name, value in self.pack.items()}
+        """Return a copy on another device, which is idle: `pack_rows` has waited for it to read the tokens."""
+        pack, places, cells = send_to_device((self.pack, self.places, self.cells), device)
         # By this identity attention sees, without reading them, that queries and keys have equal boundaries
         if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:
             pack["cu_seq_lens_k"] = pack["cu_seq_lens_q"]
-        return self._replace(pack=pack, places=move(self.places), cells=move(self.cells))
+        return self._replace(pack=pack, places=places, cells=cells)
 
 
 def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataCollator) -> RowsOfBatch | None:
