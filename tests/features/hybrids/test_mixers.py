@@ -346,7 +346,6 @@ def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is
         pack_alone([2, 4]),
         torch.zeros(1, 6, 4),
         outproj_weight=weight,
-        cu_seqlens=None,
     )
     assert (out == "fused") is is_fused
     assert [options["seq_idx"].tolist() for options in calls] == [[[0, 0, 1, 1, 1, 1]]] * is_fused

@@ -47,13 +47,10 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ...attention.exchange import HeadExchange, exchange_halo
-from ...attention.packed_forward import BOUNDARIES, PackedForward, once_per_pack
+from ...attention.packed_forward import PackedForward, once_per_pack
 from ...attention.rows import TensorAxes
 from .prefixes import ScanCall, run_levels
 
-# Arguments by which a mixer may give boundaries to its functions. They are dropped, because the replacements use the
-# boundaries of the running forward.
-MIXER_BOUNDARIES = ("cu_seqlens", *BOUNDARIES)
 AXES_OF_TOKENS = TensorAxes(tokens=(1,), batch=0)  # of the tensors of a scan: (rows, tokens, ...)
 
 
@@ -153,7 +150,7 @@ def convolve_documents(
     Raises:
         ValueError: ranks share the pack, and its documents share prefixes.
     """
-    convolve = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
+    convolve = partial(inner, weight=weight, bias=bias, activation=activation, **options)
     rows = states.transpose(1, 2)  # (1, T / s, C)
     seq_idx = _seq_idx_argument(inner, running, rows.shape[1])
     if seq_idx:
@@ -238,7 +235,7 @@ def scan_delta(
         g: logarithm of the decay, (1, T / s, H) or (1, T / s, H, K).
         beta: how strongly each token changes the state, (1, T / s, H).
     """
-    options = _without_boundaries(options) | {"initial_state": None, "output_final_state": False}
+    options |= {"initial_state": None, "output_final_state": False}
 
     def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **scan_options: Any) -> Any:
         """Call `inner` as `ScanCall.call`; so do the functions `call` below."""
@@ -276,7 +273,7 @@ def scan_chunks(
         B, C: (1, T / s, G, N).
         options: among others D and dt_bias, (H,), and the gate z, (1, T / s, H, P).
     """
-    options = _without_boundaries(options) | {"initial_states": None, "return_final_states": False}
+    options |= {"initial_states": None, "return_final_states": False}
     D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
     if running.kv_index is not None:
         # A step size of 0 in the padding must reach the scan as 0, so that it leaves a state as it is. The kernel would
@@ -329,7 +326,6 @@ def scan_channels(
         B, C: (1, N, T / s).
         options: among others D and delta_bias, (C,), and the gate z, (1, C, T / s).
     """
-    options = _without_boundaries(options)
     D, z, bias, returns_state = (options.pop(name, None) for name in ("D", "z", "delta_bias", "return_last_state"))
     gate = [] if z is None else [z.transpose(1, 2)]
 
@@ -357,12 +353,7 @@ def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **o
     seq_idx = _seq_idx_argument(inner, running, args[0].shape[1])
     if not seq_idx or projection_weight is None or not projection_weight.requires_grad:
         return None
-    return inner(*args, **_without_boundaries(options), **seq_idx)
-
-
-def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a mixer function without boundaries."""
-    return {name: value for name, value in options.items() if name not in MIXER_BOUNDARIES}
+    return inner(*args, **options, **seq_idx)
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ...attention.mixer_support import MIXER_FUNCTIONS, MixerSupport, mixer_function_places
-from ...attention.packed_forward import running_pack
+from ...attention.packed_forward import BOUNDARIES, running_pack
 from ...compat import ReplacedValues, find_kernel_package
 from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
 
@@ -32,6 +32,10 @@ MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": scan_channels,
     "mamba_inner_fn": run_fused,
 }
+
+# Arguments by which a mixer may give boundaries to its functions. They are dropped, because the replacements use the
+# boundaries of the running forward.
+MIXER_BOUNDARIES = ("cu_seqlens", *BOUNDARIES)
 
 # By the name with which a package of kernels is imported, its name for pip
 PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
@@ -100,6 +104,9 @@ def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., 
     @wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         pack = running_pack()
-        return function(*args, **kwargs) if pack is None else within_documents(function, pack, *args, **kwargs)
+        if pack is None:
+            return function(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name not in MIXER_BOUNDARIES}
+        return within_documents(function, pack, *args, **options)
 
     return replacement
