@@ -138,13 +138,13 @@ def features_of(settings: Any, plain: Feature = PLAIN) -> Feature:
 
 
 def find_folder(name: str) -> ModuleType | None:
-    """Import the folder of a feature and return its package; None if the folder is not there."""
-    package_name = f"{__package__}.features.{name}"
+    """Import the folder of a feature ("images"), or a module in it ("images.towers"); None without the folder."""
+    features = f"{__package__}.features"
     try:
-        return import_module(package_name)
+        return import_module(f"{features}.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in (package_name, f"{__package__}.features"):
-            raise  # a module that the feature imports
+        if error.name not in (features, f"{features}.{name.split('.')[0]}"):
+            raise  # the module in the folder, or a module that the feature imports
         return None
 
 

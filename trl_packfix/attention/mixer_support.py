@@ -93,6 +93,6 @@ def mixer_function_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 @cache
 def mixer_support() -> MixerSupport:
     """Return the support of `features/hybrids`; without its folder the one that refuses models with mixers."""
-    folder = find_folder("hybrids")  # the package of the feature, whose `MIXERS` is its `MixerSupport`
-    support: MixerSupport = MixerSupport() if folder is None else folder.MIXERS
+    module = find_folder("hybrids.support")
+    support: MixerSupport = MixerSupport() if module is None else module.MIXERS
     return support

@@ -69,6 +69,6 @@ class TowerSupport:
 @cache
 def tower_support() -> TowerSupport:
     """Return the support that is installed: of `features/images`, or none."""
-    folder = find_folder("images")
-    support: TowerSupport = TowerSupport() if folder is None else folder.tower_support()
+    module = find_folder("images.towers")
+    support: TowerSupport = TowerSupport() if module is None else module.SUPPORT
     return support

@@ -95,6 +95,6 @@ def _refuse_images(dataset: object, purpose: str, *, remedy: str) -> NoReturn:
 @cache
 def image_support() -> ImageSupport:
     """Return the support that is installed: of `features/images`, or none."""
-    folder = find_folder("images")
-    support: ImageSupport = ImageSupport() if folder is None else folder.image_support()
+    module = find_folder("images.support")
+    support: ImageSupport = ImageSupport() if module is None else module.SUPPORT
     return support

@@ -1,3 +1,1 @@
 """Recurrent and convolutional layers of hybrid models start anew in each document of a pack."""
-
-from .support import MIXERS as MIXERS

@@ -65,3 +65,6 @@ class Images(ImageSupport):
         from .measures import count_turns_of_images
 
         return count_turns_of_images(dataset, rule)
+
+
+SUPPORT = Images()

@@ -74,3 +74,6 @@ class Towers(TowerSupport):
             f"; vision tower on {slow_names[0]}, image by image: {why_not} "
             "(attn_implementation='flash_attention_2' for the whole model avoids it)"
         )
+
+
+SUPPORT = Towers()
