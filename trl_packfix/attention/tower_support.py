@@ -54,7 +54,13 @@ class TowerSupport:
     @contextmanager
     def own_attention_restored(self, model: PreTrainedModel) -> Iterator[None]:
         """Within this context, towers have the attention that they have outside of packs."""
-        yield
+        had_tower_attention = self.has_attention(model)
+        self.set_attention(model, False)
+        try:
+            yield
+        finally:
+            if had_tower_attention:
+                self.set_attention(model, True)
 
     def note(self, model: PreTrainedModel, may_replace: bool, why_not: str) -> str:
         """Return what the report says about the towers of a model, to be appended to a line; "" for no towers.

@@ -5,8 +5,6 @@ the hooks of `tower_hooks.py`. Towers that would compute one image after the oth
 `tower_attention.py`, too.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -44,17 +42,6 @@ class Towers(TowerSupport):
     def has_attention(self, model: PreTrainedModel) -> bool:
         """Return whether a tower of the model has our attention."""
         return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(model))
-
-    @contextmanager
-    def own_attention_restored(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within this context, towers have the attention that they have outside of packs."""
-        had_tower_attention = self.has_attention(model)
-        self.set_attention(model, False)
-        try:
-            yield
-        finally:
-            if had_tower_attention:
-                self.set_attention(model, True)
 
     def note(self, model: PreTrainedModel, may_replace: bool, why_not: str) -> str:
         """Return what the report says about the attention of the towers, as the end of a line; "" for nothing.
