@@ -16,11 +16,9 @@ Shapes: T patches, H query heads, G key/value heads, D head dimension.
 
 import inspect
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -34,9 +32,6 @@ from ...attention.varlen import cast_for_autocast, runs_flash
 TOWER_ATTENTION = "packfix_flash_tower"
 # The attention of towers that `packfix_flash_tower` replaces. Any other attention is the user's choice.
 REPLACED_ATTENTION = "sdpa"
-
-# By tensor of boundaries, the lengths between them. So the host reads the boundaries once, and not in every layer.
-_lengths = WeakTensorKeyDictionary()
 
 
 class TowerAttentionError(KernelError):
@@ -105,9 +100,8 @@ def tower_attention(
                 raise
             raise TowerAttentionError(str(error)) from error
     else:
-        if bounds not in _lengths:
-            _lengths[bounds] = [stop - start for start, stop in pairwise(bounds.tolist())]
-        out = attend_by_document(query, key, value, _lengths[bounds], is_causal=False, scale=scale, dropout=dropout)
+        lengths = bounds.diff().tolist()
+        out = attend_by_document(query, key, value, lengths, is_causal=False, scale=scale, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 
