@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,6 @@ import numpy.typing as npt
 from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX  # other modules import it from here
 from ..planning.arrays import MASK_COLUMNS
 from ..planning.arrays import TEXT_KEYS as TEXT_KEYS
-
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from ..layout import ComparedContent
 
 
 def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -207,19 +204,6 @@ class PackedDataCollator:
         batch, runs = PackedDataCollator.collate(self, documents, degree)
         bounds = np.cumsum([0, *(len(document["input_ids"]) for document in documents)])
         return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
-
-    def order_documents(
-        self, documents: Sequence[dict[str, Any]]
-    ) -> tuple[list[int], list[int], "list[ComparedContent]"]:
-        """Return the order of the documents in the pack, and how they share rows; here they share none.
-
-        Returns:
-            - the indices of the documents, in the order of the pack;
-            - the number of rows that each document shares with the document before it, in the order of the pack;
-            - what was compared to find these numbers, tokens and images, for each document in the order of
-              `documents`. Here nothing is compared, and the list is empty.
-        """
-        return [*range(len(documents))], [0] * len(documents), []
 
     def _num_padding(self, num_tokens: int, degree: int) -> int:
         """Return the number of padding tokens of a pack that `degree` ranks share."""

@@ -201,7 +201,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     shared = [0] * len(dataset_rows)  # token rows that each document shares with the document before it
     # The collator of training, which a feature may replace. `reader.compare` returns numbers by which images are
     # compared
-    collator = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
+    collator: Any = packing.feature.make_collator(PackedDataCollator(), compare=reader.compare)
     if collator.shares:  # with shared prefixes, documents may share token rows
         training_batch = collator(dataset_rows)
         # Documents sorted by their tokens, and how many token rows each shares with the document before it. The third
