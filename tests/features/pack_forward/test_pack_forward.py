@@ -643,5 +643,5 @@ def test_without_the_folder_of_prefixes_rows_are_packed_and_share_nothing(monkey
     rows = packed_rows.PackedRows(model, torch.float32, "cpu", 64)
     rows.prove(model)
     assert rows.is_active
-    assert not rows.shares
+    assert not rows.collate.shares
     rows.remove_hooks()

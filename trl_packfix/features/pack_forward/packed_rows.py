@@ -147,8 +147,7 @@ class PackedRows(AroundCalls):
         modules_given_packs: the modules that get a pack in place of a padded batch.
         packed_model: the model with the attention that packs need, and with *repairs*: modules that ignore boundaries
             run on one document at a time.
-        collate: makes the packs.
-        shares: whether beginnings are shared: it was asked for, and no test has found a difference.
+        collate: makes the packs. It shares beginnings if that was asked for, and no test has found a difference.
         is_proved: whether `prove` has run; if it failed, there is a `refusal`.
         refusal: why rows stay padded; None if they are packed.
         sharing_refusal: why rows are packed without sharing although sharing was wanted; None if they share.
@@ -179,7 +178,6 @@ class PackedRows(AroundCalls):
         # `share_prefixes`. Without its folder, rows share nothing
         folder = find_folder("prefixes") if shares else None
         feature = PLAIN if folder is None else folder.FEATURE("pack")
-        self.shares = feature.is_on
         self.collate: PackedDataCollator = feature.make_collator(PackedDataCollator(), keeps_last_rows=True)
         self.packed_model = PackedModel(
             model,
@@ -233,7 +231,7 @@ class PackedRows(AroundCalls):
                 self._refuse_packs(packed.attention.reason)
             elif not packed.is_proved:  # the documents of packs are wrong, also after repairs
                 self._refuse_packs(report.summary())
-            elif self.shares:
+            elif self.collate.shares:
                 reason = packed.prove_feature(wrapped)
                 if reason is not None:
                     self._share_nothing(reason)
@@ -269,7 +267,6 @@ class PackedRows(AroundCalls):
 
     def _share_nothing(self, reason: str) -> None:
         """Pack each row whole from now on, with a warning."""
-        self.shares = False
         self.collate = PackedDataCollator()
         self.sharing_refusal = reason
         warnings.warn(
@@ -385,7 +382,7 @@ class PackedRows(AroundCalls):
         wants_gradients = torch.is_grad_enabled() and kind not in known_kinds
         describe = partial(self._describe_difference, module, inputs, wants_gradients=wants_gradients)
         reason = describe(batch)
-        if reason is not None and self.shares:
+        if reason is not None and self.collate.shares:
             self._share_nothing(f"{where}, {reason}")
             unshared = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             assert unshared is not None

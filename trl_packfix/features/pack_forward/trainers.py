@@ -296,5 +296,5 @@ def _describe_state(rows: PackedRows) -> str:
     if rows.sharing_refusal is not None:
         prefixes = f"each row whole, because {rows.sharing_refusal}"
     else:
-        prefixes = "common beginnings once" if rows.shares else "each row whole"
+        prefixes = "common beginnings once" if rows.collate.shares else "each row whole"
     return f"packed with {packed_model.attention.name}, {prefixes}{repairs}"
