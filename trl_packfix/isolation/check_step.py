@@ -490,7 +490,7 @@ def document_length(document: Document) -> int:
 
 def count_trained(document: Document) -> int:
     """Return the number of trained tokens of a document. Its first token is never one."""
-    return int((torch.as_tensor(document["labels"])[1:] != IGNORE_INDEX).sum())
+    return int((torch.tensor(document["labels"])[1:] != IGNORE_INDEX).sum())
 
 
 def mask_labels(document: Document) -> Document:

@@ -54,6 +54,7 @@ from .groups import check_same_packs
 from .loading import TrainingData
 from .noise import DocumentNoise
 from .objective import Objective
+from .routers import router_loss_trains
 from .step_comparison import (
     NUM_CANDIDATES,
     Document,
@@ -221,8 +222,9 @@ class FirstStep(TrainerPart):
             return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
         text += f"; gradients {_gap_text(gradient_gap, gradient_limit, FINE_GRADIENT_GAP)} over "
         text += f"{len(self._parameter_names)} parameters"
-        if self._trainer.aux_loss_enabled and not self._data.reading.is_text_only:
-            text += "; the router loss is not compared with images"
+        if self._trainer.aux_loss_enabled and not self._compares_router_loss:
+            where = "under reentrant checkpointing" if self._data.reading.is_text_only else "with images"
+            text += f"; the router loss is not compared {where}"
         return StepComparison(text, loss_gap, gradient_gap, problem=problem)
 
     def _reason_not_to_compare(self) -> str | None:
@@ -234,6 +236,16 @@ class FirstStep(TrainerPart):
         if method in trainer.user_code.methods:
             return f"the loss is that of {method}"
         return None if self._objective.replaces_trl_loss else "the loss is TRL's"
+
+    @property
+    def _compares_router_loss(self) -> bool:
+        """Whether the compared steps have the router loss.
+
+        They have none with images, because the batch of `_router_loss` has only tokens, and none where it has no
+        gradient in training. In the reference, which runs without checkpointing, it would have one.
+        """
+        is_comparable = self._data.reading.is_text_only and router_loss_trains(self._trainer.args)
+        return self._trainer.aux_loss_enabled and is_comparable
 
     @cached_property
     def _compares_gradients(self) -> bool:
@@ -581,8 +593,7 @@ class FirstStep(TrainerPart):
         uncounted = TrainingTotals(totals.device, totals.sources, totals.shares_rows)
         with (
             attributes_set(self._objective, totals=uncounted),
-            # No router loss with images, because the batch of `_router_loss` has only tokens
-            attributes_set(trainer, aux_loss_enabled=trainer.aux_loss_enabled and self._data.reading.is_text_only),
+            attributes_set(trainer, aux_loss_enabled=self._compares_router_loss),
             ExitStack() as without_noise,
             # The model has packed attention and, by the context of the probe, train mode with dropout rate 0
             trainer.packed_model.attending(),

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.models import base_model
 from ..compat import drops_router_logits, name_num_experts
 from ..group import Group
+from .config import SFTConfig
 from .trainer_view import TrainerView
 
 
@@ -36,6 +37,16 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
     if not router_classes:
         return True
     return any(isinstance(module, tuple(set(router_classes))) for module in model.modules())
+
+
+def router_loss_trains(args: SFTConfig) -> bool:
+    """Return whether a router loss has a gradient. It has none under reentrant checkpointing.
+
+    Reentrant checkpointing runs layers without gradients, and computes them again in the backward. The logits of their
+    routers come from the first run.
+    """
+    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+    return not (args.gradient_checkpointing and checkpointing.get("use_reentrant"))
 
 
 def check_router_loss(trainer: TrainerView) -> None:
@@ -73,8 +84,7 @@ def check_router_loss(trainer: TrainerView) -> None:
         _switch_router_loss_off(trainer, text)
         return
     name_num_experts(text)  # sets `num_experts`, which the statistic reads, in configs with another name for it
-    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-    if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+    if not router_loss_trains(args):
         source = "was given" if is_set else "is in the config of the model"
         problem = (
             f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` {source}, with `use_reentrant=True` in "
