@@ -25,8 +25,7 @@ A new option of planning begins with a field of `Packing`, named as in `SFTConfi
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -49,37 +48,12 @@ SharePrefixes = Literal["off", "pack", "family"]
 """Values of `share_prefixes`."""
 
 
-class OnRestart(Enum):
-    """What a restart does if a setting has another value than in the checkpoint."""
-
-    REFUSE = "refuse"  # the restart cannot know which documents of the epoch were trained
-    REPLAN = "replan"  # it plans the rest of the epoch, or of the pass over a stream, anew
-    CONTINUE = "continue"  # every optimizer step has the same documents as before, so there is nothing to do
-
-
-@dataclass(frozen=True)
-class SettingInfo:
-    """What restarts and caches know about a setting besides its value. The defaults are the strictest.
-
-    The metadata of a field of `Packing` has the values that differ from the defaults.
-    """
-
-    config_name: str | None = None  # name of the setting in `SFTConfig`, if it is not the name of the field
-    on_restart: OnRestart = OnRestart.REFUSE
-    used_by_streams: bool = True  # False if the setting changes nothing for a stream
-    # False if the setting decides only where packs are trained, and not which packs the first epoch has. A cached plan
-    # is then valid for every value of the setting. Only the plan of the first epoch is cached: later epochs are planned
-    # with another random order.
-    decides_packs: bool = True
-
-
-# The metadata of a setting that only says how a step is dealt to slots
-_DEALING: dict[str, Any] = {"on_restart": OnRestart.CONTINUE, "decides_packs": False}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """All settings of planning.
+
+    What restarts and caches do about a field is below the class, in sets of names. A field in none of them is treated
+    most strictly: a restart refuses another value of it, and a cached plan is found only for the same value.
 
     Raises:
         ValueError: `tokens_per_rank` is set, and no possible group of ranks can hold a document of `max_length`.
@@ -88,54 +62,40 @@ class Packing:
     max_length: int  # most tokens of a document
     # How the documents of a pack are chosen, a key of `STRATEGIES` (`strategies.py`). "stream" is a strategy for tables
     # and for streams: it fills packs from a bounded buffer of documents
-    strategy: Strategy = field(default="stream", metadata={"config_name": "packing_strategy"})
+    strategy: Strategy = "stream"
     overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
 
     # The order of a table, and whether its last, incomplete step is dropped. A stream has its own order.
-    seed: int = field(default=0, metadata={"used_by_streams": False})
-    # False visits the units in the order of the table
-    shuffle: bool = field(default=True, metadata={"used_by_streams": False})
-    drop_last: bool = field(
-        default=False,
-        metadata={"config_name": "dataloader_drop_last", "used_by_streams": False, "decides_packs": False},
-    )
+    seed: int = 0
+    shuffle: bool = True  # False visits the units in the order of the table
+    drop_last: bool = False
 
     # The size of an optimizer step. If it changes, a restart can plan the documents that are not trained yet anew.
     # `batch_size` counts the documents in a micro-batch of the unpacked run; packs depend on it by their capacity.
-    batch_size: int = field(
-        default=1, metadata={"config_name": "per_device_train_batch_size", "on_restart": OnRestart.REPLAN}
-    )
-    accumulation: int = field(
-        default=1,
-        metadata={
-            "config_name": "gradient_accumulation_steps",
-            "on_restart": OnRestart.REPLAN,
-            "decides_packs": False,
-        },
-    )
-    world_size: int = field(default=1, metadata={"on_restart": OnRestart.REPLAN, "decides_packs": False})
+    batch_size: int = 1
+    accumulation: int = 1
+    world_size: int = 1
 
     # What may share a pack
     tokens_per_rank: int | None = None  # most tokens of a pack on one rank; None without sequence parallelism
     # "family" plans documents that begin alike as one unit. "pack" shares the prefixes only of documents that are in
     # one pack anyway, so it has the same plans as "off".
-    share_prefixes: SharePrefixes = field(default="off", metadata={"used_by_streams": False})
+    share_prefixes: SharePrefixes = "off"
     buffer_size: int = 1000  # most documents of a stream that wait for a pack
 
-    # How a step is dealt to slots. None of these settings moves a document to another step. With `balance="step"` the
-    # documents of a step are dealt so that ranks finish together, and with "none" they are not. Ranks wait for each
-    # other after every micro-batch (`synchronisation="micro"`) or only after a step ("step").
-    balance: Balance = field(default="step", metadata=_DEALING)
-    synchronisation: Synchronisation = field(default="micro", metadata=_DEALING)
-    # The degrees that a step may use. If it is given as (), it becomes all possible ones.
-    degrees: tuple[int, ...] = field(default=(), metadata=_DEALING)
+    # How a step is dealt to slots. None of these settings (`DEALING`) moves a document to another step. With
+    # `balance="step"` the documents of a step are dealt so that ranks finish together, and with "none" they are not.
+    # Ranks wait for each other after every micro-batch (`synchronisation="micro"`) or only after a step ("step").
+    balance: Balance = "step"
+    synchronisation: Synchronisation = "micro"
+    degrees: tuple[int, ...] = ()  # the degrees that a step may use. If given as (), it becomes all possible ones
     # How fast devices compute and exchange tokens, to choose degrees; None for the speeds of an H100
-    speeds: Speeds | None = field(default=None, metadata=_DEALING | {"config_name": "exchange_speeds"})
-    cost_model: CostModel = field(default=LLAMA_7B, metadata=_DEALING)
+    speeds: Speeds | None = None
+    cost_model: CostModel = LLAMA_7B
     # True balances trained tokens, and not costs, over the packs of a step, because the user's own loss may be a mean
     # per micro-batch
-    evens_targets: bool = field(default=False, metadata=_DEALING)
+    evens_targets: bool = False
 
     def __post_init__(self) -> None:
         """Replace `degrees=()` by all possible degrees, which `parallel` finds."""
@@ -315,12 +275,8 @@ class Packing:
         Args:
             source: what the run trains on; a stream does not use all settings.
         """
-        settings: dict[str, Any] = {}
-        for name, info in SETTING_INFOS.items():
-            is_used = source == "table" or info.used_by_streams
-            if is_used and info.on_restart is not OnRestart.CONTINUE:
-                settings[CONFIG_NAMES[name]] = getattr(self, name)
-        return settings
+        unused = DEALING if source == "table" else DEALING | ONLY_OF_TABLES
+        return {config_name: getattr(self, name) for name, config_name in CONFIG_NAMES.items() if name not in unused}
 
     def fingerprint(self, result: Literal["packs", "schedule"]) -> str:
         """Return the SHA-256, in hexadecimal, of all settings that decide a result of planning.
@@ -328,11 +284,8 @@ class Packing:
         Args:
             result: "packs" for the packs of the first epoch, "schedule" for the schedule of any epoch.
         """
-        values = {
-            name: getattr(self, name)
-            for name, info in SETTING_INFOS.items()
-            if result == "schedule" or info.decides_packs
-        }
+        unused = NOT_OF_PACKS if result == "packs" else frozenset()
+        values = {name: getattr(self, name) for name in CONFIG_NAMES if name not in unused}
         # Of the setting of a feature, one thing matters for packs: whether several documents are one unit with this
         # value (`regrouping` has these values). So a plan made with `share_prefixes="off"` is also valid for "pack",
         # but not for "family".
@@ -341,16 +294,35 @@ class Packing:
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-SETTING_INFOS = {setting.name: SettingInfo(**setting.metadata) for setting in fields(Packing)}
-"""What restarts and caches know about each field of `Packing`, by its name."""
+CONFIG_NAMES = {setting.name: setting.name for setting in fields(Packing)} | {
+    "strategy": "packing_strategy",
+    "drop_last": "dataloader_drop_last",
+    "batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "speeds": "exchange_speeds",
+}
+"""The name in `SFTConfig` of each field of `Packing`, in the order of the fields."""
 
-CONFIG_NAMES = {name: info.config_name or name for name, info in SETTING_INFOS.items()}
-"""The name in `SFTConfig` of each field of `Packing`."""
+# What does a restart do if a field has another value than in the checkpoint? For a field that neither `DEALING` nor
+# `REPLANNED_SETTINGS` names it refuses, because it cannot know which documents of the epoch were trained.
 
-REPLANNED_SETTINGS = frozenset(
-    CONFIG_NAMES[name] for name, info in SETTING_INFOS.items() if info.on_restart is OnRestart.REPLAN
-)
+DEALING = frozenset(("balance", "synchronisation", "degrees", "speeds", "cost_model", "evens_targets"))
+"""Fields that only say how a step is dealt to slots. A restart ignores changes, as all steps keep their documents."""
+
+REPLANNED_SETTINGS = frozenset(("per_device_train_batch_size", "gradient_accumulation_steps", "world_size"))
 """Config names of the settings that a restart may change: it plans the rest of an epoch, or of a pass, anew."""
+
+ONLY_OF_TABLES = frozenset(("seed", "shuffle", "drop_last", "share_prefixes"))
+"""Fields that change nothing for a stream, so a restart of a stream does not compare them."""
+
+# For which values of a field is a cached plan valid? Without the field in this set, only for the value that it had.
+
+NOT_OF_PACKS = DEALING | {"drop_last", "accumulation", "world_size"}
+"""Fields that decide only where packs are trained, and not which packs the first epoch has.
+
+A cached plan is valid for every value of them. Only the plan of the first epoch is cached: later epochs are planned
+with another random order.
+"""
 
 DEFAULT_SETTINGS = {
     CONFIG_NAMES[setting.name]: setting.default for setting in fields(Packing) if setting.default is not MISSING
