@@ -19,7 +19,7 @@ the next start (`cache.py`). The name of each file is a hash of everything that 
 node computes a missing file while the other processes wait, and all processes map the file.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from math import ceil
@@ -54,7 +54,6 @@ class ResumePoint:
     trained: BoolArray | None = None
 
 
-@dataclass
 class EpochPlanner:
     """Plans the documents of each epoch. Every epoch has as many optimizer steps as the first.
 
@@ -73,35 +72,32 @@ class EpochPlanner:
         ValueError: the epoch has zero steps, and `may_be_empty` is False.
     """
 
-    documents: Documents
-    packing: Packing
-    may_be_empty: bool = False
-    num_steps: int = field(init=False)  # number of optimizer steps of an epoch that is planned from its beginning
-    resume_point: ResumePoint = field(init=False, default=ResumePoint(), repr=False)
-    first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
-    _first_packing: Packing = field(init=False, repr=False)  # the settings for the first epoch, with all degrees
-    # Schedules by epoch: the latest one that was asked for, and the schedule of the epoch of `resume_point`, if a part
-    # of this epoch was trained under an earlier plan
-    _latest_schedule: dict[int, Schedule] = field(init=False, default_factory=dict, repr=False)
-    _resumed_schedule: dict[int, Schedule] = field(init=False, default_factory=dict, repr=False)
+    num_steps: int  # number of optimizer steps of an epoch that is planned from its beginning
+    first_plan: PackPlan | None = None  # None for a strategy that keeps steps
+    resume_point = ResumePoint()
 
-    def __post_init__(self) -> None:
-        packing = self.packing
-        self._first_packing = packing
+    def __init__(self, documents: Documents, packing: Packing, may_be_empty: bool = False) -> None:
+        self.documents = documents
+        self.packing = packing
+        self._first_packing = packing  # the settings for the first epoch, with all degrees
+        # Schedules by epoch: the latest one that was asked for, and the schedule of the epoch of `resume_point`, if a
+        # part of this epoch was trained under an earlier plan
+        self._latest_schedule: dict[int, Schedule] = {}
+        self._resumed_schedule: dict[int, Schedule] = {}
         if packing.traits.keeps_unpacked_steps:
-            self.num_steps = packing.num_steps(len(self.documents))  # the steps of the unpacked run
-            counted = f"{len(self.documents)} documents"
+            self.num_steps = packing.num_steps(len(documents))  # the steps of the unpacked run
+            counted = f"{len(documents)} documents"
         else:
             units = self.units()
             # With `wrapped`, all documents are concatenated and cut into blocks: the block of each document, else None
-            block = self.documents.block
+            block = documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             # `units.rows`: the tokens that each unit takes in a pack
             self.first_plan = PackPlan(**arrays, lengths=units.rows, capacity=packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
             counted = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
-            if self.may_be_empty:
+            if may_be_empty:
                 return
             raise ValueError(
                 f"The epoch has {counted}, and one optimizer step needs more of them ({packing.accumulation} "

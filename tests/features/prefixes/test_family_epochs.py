@@ -15,6 +15,7 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.features.prefixes import families
 from trl_packfix.features.prefixes.families import share_order
 from trl_packfix.features.prefixes.sharing import PrefixSharing
+from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.token_order import TokenOrder
 
@@ -49,8 +50,6 @@ def test_a_pack_has_at_most_the_rows_that_were_planned(strategy, num, seed, batc
 def find_pieces(monkeypatch, strategy, epochs, **settings):
     """Return the units of some epochs, and the arguments with which families were cut into pieces."""
     calls = []
-    monkeypatch.setattr(EpochPlanner, "num_steps", 3, raising=False)
-    monkeypatch.setattr(EpochPlanner, "__post_init__", lambda planner: None)
 
     def make_pieces(planner, tokens, splits_copies=True):
         calls.append((tokens.order.tolist(), splits_copies))
@@ -60,7 +59,9 @@ def find_pieces(monkeypatch, strategy, epochs, **settings):
     lengths = np.full(10, 10)
     tokens = TokenOrder(np.arange(10), np.full(10, 5))
     documents = Documents(np.arange(10), 0 * lengths, lengths, lengths - 1, Ledger(), token_order=tokens)
-    planner = make_epochs(documents, strategy, batch_size=2, accumulation=2, **settings)
+    planner = object.__new__(EpochPlanner)  # no epoch is planned
+    planner.documents = documents
+    planner.packing = Packing(strategy=strategy, max_length=256, batch_size=2, accumulation=2, **settings)
     return [planner.units(epoch) for epoch in epochs], calls
 
 
