@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.stream_reader import CHUNK, StreamTokens
+from trl_packfix.data.stream_reader import CHUNK, StreamRows
 from trl_packfix.planning.exact_fill import StreamPacker
 from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.planning.packs import plan_stream
@@ -155,8 +155,8 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
             {"overlong": "raise"},
             r"rows 1 \(30 tokens\).*A stream: rows are counted",
         ),
-        ({"input_ids": [[5, 6], [7, 300]]}, {"rows": StreamTokens(300)}, r"Row 1 .* ids from 5 to 300"),
-        ({"input_ids": [[5, 6]], "attention_mask": [[1, 0]]}, {"rows": StreamTokens(300)}, "is padded"),
+        ({"input_ids": [[5, 6], [7, 300]]}, {"rows": StreamRows(300)}, r"Row 1 .* ids from 5 to 300"),
+        ({"input_ids": [[5, 6]], "attention_mask": [[1, 0]]}, {"rows": StreamRows(300)}, "is padded"),
         ({"input_ids": [[5], [6]]}, {}, r"Rank 0 read the stream to its end and 2 documents.*2 untrained"),
         ({"text": ["a"]}, {}, "no `input_ids`"),
     ],

@@ -52,7 +52,6 @@ from .stream_reader import (
     ReaderState,
     StreamReader,
     StreamRows,
-    StreamTokens,
     part_of,
     share_of_rank,
 )
@@ -60,7 +59,7 @@ from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
-TEXT_ROWS = StreamTokens()  # makes documents of rows that have tokens
+TEXT_ROWS = StreamRows()  # makes documents of rows that have tokens
 MOST_BYTES = 2**28  # largest size of what waiting documents hold beside tokens, such as encoded images
 STATE_COLUMNS = ("input_ids", "labels")  # keys of a document that are arrays of tokens in a state
 STATE_VERSION = 4  # raise it when the contents of the state change

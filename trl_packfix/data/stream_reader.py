@@ -18,7 +18,6 @@ Words:
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -121,22 +120,27 @@ class DocumentChunk:
     state: ReaderState  # the state of the reader after these documents
 
 
-class StreamRows(ABC):
-    """Makes documents of the rows of a stream: `StreamTokens` of rows with tokens, other classes of rows with images.
+class StreamRows:
+    """Makes documents of the rows of a stream that have tokens. A subclass makes them of rows with images.
 
     A document waits in `PackedStream` until its pack is trained, and may be saved in a checkpoint. So it holds its
     images encoded, as in the dataset, until `finish` processes them for a batch.
+
+    Args:
+        vocab_size: size of the vocabulary, to refuse other token ids; None does not check them.
     """
 
     chunk: ClassVar[int] = CHUNK  # number of rows that are read together
     finishes: ClassVar[bool] = False  # whether `finish` processes images. This takes long, so worker processes do it
     processor_settings: str | None = None  # settings of the image processor, which a restart compares
 
-    @abstractmethod
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self.vocab_size = vocab_size
+
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamRows"]:
         """Return the stream to read in place of `dataset`, and the object that makes documents of its rows."""
+        return dataset, self
 
-    @abstractmethod
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
     ) -> tuple[list[DocumentTokens], Documents, np.ndarray | None]:
@@ -154,6 +158,17 @@ class StreamRows(ABC):
         Raises:
             ValueError: a row cannot be read, or `make_documents` refuses the rows.
         """
+        if "input_ids" in table.column_names:
+            check_tokens(table, "train", self.vocab_size)
+        reader = TokenReader(table)
+        mode = packing.truncation_mode
+        spans = make_documents(reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True)
+        documents = [
+            # Copies, because a view would hold the tokens of the whole chunk in memory.
+            {name: tokens.astype(np.int32) for name, tokens in reader.read(row, start, stop).items()}
+            for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
+        ]
+        return documents, spans, None
 
     def finish(self, document: DocumentTokens) -> dict[str, Any]:
         """Process the images of a waiting document, and return the document for a batch."""
@@ -186,31 +201,6 @@ class StreamRows(ABC):
     def decode(self, state: dict[str, Any]) -> dict[str, list[Any]]:
         """Return the images of the documents of a saved state, by the key that they have in a document."""
         return {}
-
-
-@dataclass(frozen=True)
-class StreamTokens(StreamRows):
-    """Makes documents of rows that have tokens."""
-
-    vocab_size: int | None = None  # size of the vocabulary, to refuse other token ids; None does not check them
-
-    def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
-        """Return the stream unchanged, and this object."""
-        return dataset, self
-
-    def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
-        """Cut some rows to documents, and copy their tokens and labels."""
-        if "input_ids" in table.column_names:
-            check_tokens(table, "train", self.vocab_size)
-        reader = TokenReader(table)
-        mode = packing.truncation_mode
-        spans = make_documents(reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True)
-        documents = [
-            # Copies, because a view would hold the tokens of the whole chunk in memory.
-            {name: tokens.astype(np.int32) for name, tokens in reader.read(row, start, stop).items()}
-            for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
-        ]
-        return documents, spans, None
 
 
 @dataclass

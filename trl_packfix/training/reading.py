@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data.loaders import TEXT_CONTENT, PackContent, PaddedCollator
 from ..data.reader import RowReader, TokenReader
-from ..data.stream_reader import StreamRows, StreamTokens, read_whole
+from ..data.stream_reader import StreamRows, read_whole
 from ..feature import PLAIN, Feature
 from ..layout import Compare
 from ..planning.costs import CostModel
@@ -61,7 +61,7 @@ class TextReading(TrainerPart):
 
         It refuses token ids from `vocab_size` on; None does not check them.
         """
-        return StreamTokens(vocab_size)
+        return StreamRows(vocab_size)
 
     def first_stream_row(self, dataset: IterableDataset) -> Any:
         """Return the tokens of the first row of a stream, by which ranks check that they read the same stream.
