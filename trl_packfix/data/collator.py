@@ -30,20 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX  # other modules import it from here
-from ..planning.arrays import MASK_COLUMNS
+from ..planning.arrays import MASK_COLUMNS, index_in_group
 from ..planning.arrays import TEXT_KEYS as TEXT_KEYS
 
 
 def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
     """Return the first token of each document, followed by T, shape (N + 1,): int32, as varlen kernels need it."""
     return np.cumsum([0, *lengths], dtype=np.int32)
-
-
-def position_ids(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the position of each token in its document, shape (T,)."""
-    bounds = cu_seq_lens(lengths).astype(np.int64)
-    # In the example above: [0, 1, 2, 3, 4] minus the first token of each token's document, [0, 0, 0, 3, 3]
-    return np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
 
 
 def seq_idx(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -184,7 +177,7 @@ class PackedDataCollator:
         return {
             "input_ids": input_ids,
             "labels": packed_labels,
-            "position_ids": position_ids(lengths),
+            "position_ids": index_in_group(np.array(lengths)),
             "cu_seq_lens": bounds,
             # At least `self.max_length`, but no more than the pack has tokens
             "max_length": max(longest, min(self.max_length or 0, num_tokens + padding)),

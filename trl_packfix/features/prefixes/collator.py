@@ -34,9 +34,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...data.collator import IGNORE_INDEX, DocumentRun, PackedDataCollator, cu_seq_lens, position_ids, seq_idx
+from ...data.collator import IGNORE_INDEX, DocumentRun, PackedDataCollator, cu_seq_lens, seq_idx
 from ...group import ALONE
 from ...layout import LAYOUT_KEY, Compare, ComparedContent, SharedRowsLayout
+from ...planning.arrays import index_in_group
 from .families import MIN_SHARED, share_order
 
 
@@ -204,7 +205,7 @@ class PrefixCollator(PackedDataCollator):
         return {
             "input_ids": to_row(np.concatenate(run_tokens)),
             "labels": to_row(row_labels),
-            "position_ids": to_row(position_ids(q_lengths) + np.repeat(first_positions, q_lengths)),
+            "position_ids": to_row(index_in_group(np.array(q_lengths)) + np.repeat(first_positions, q_lengths)),
             "cu_seq_lens_q": torch.from_numpy(cu_seq_lens(q_lengths)),
             "cu_seq_lens_k": torch.from_numpy(cu_seq_lens(k_lengths)),
             "max_length_q": max(q_lengths),
