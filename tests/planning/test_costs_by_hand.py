@@ -13,7 +13,6 @@ from trl_packfix.planning.costs import (
     TowerCosts,
     decoder_costs_of,
     tower_costs_of,
-    with_scans,
 )
 
 
@@ -87,19 +86,6 @@ def test_llama_of_7b_by_hand():
     assert LLAMA_7B.per_pair == 32 * 32 * 2 * (128 + 128)
     assert LLAMA_7B.attention == (HeadCounts(layers=32, heads=32, kv_heads=32, key_dim=128, value_dim=128),)
     assert LLAMA_7B.tower(5, 7) == 0
-
-
-def test_scans_are_windows_of_one_token_and_pairs_of_a_chunk():
-    costs = CostModel(1.0, 0.0, windows=((1, 2.0), (9, 4.0)), chunks=((4, 1.0), (64, 1.0)))
-    scans = (
-        scan_of(layers=2),
-        scan_of(layers=3, per_token=7.0, chunk=32, per_pair=2.0),
-        scan_of(per_pair=0.0, chunk=1),
-    )
-    costs_with_scans = with_scans(costs, scans)
-    assert costs_with_scans.windows == ((1, 2 + 2 * 5 + 3 * 7 + 5), (9, 4.0))
-    assert costs_with_scans.chunks == ((4, 1 + 2 * 3), (32, 3 * 2), (64, 1.0))
-    assert costs_with_scans.mixers == scans
 
 
 # Configs
@@ -191,6 +177,20 @@ def test_a_config_without_kinds_of_layers_has_one(fields, windows, per_pair):
     model = decoder_costs_of(config_of(layers, **fields), 0.0)
     assert model.windows == windows
     assert model.per_pair == per_pair
+
+
+def test_scans_are_windows_of_one_token_and_pairs_of_a_chunk():
+    kinds = ["sliding_attention", "sliding_attention", "chunked_attention", "chunked_attention", "mamba"]
+    layers = [layer_of(sliding_window=size, attention_chunk_size=size) for size in (1, 9, 4, 64, 5)]
+    scans = (
+        scan_of(layers=2),
+        scan_of(layers=3, per_token=7.0, chunk=32, per_pair=2.0),
+        scan_of(per_pair=0.0, chunk=1),
+    )
+    model = decoder_costs_of(config_of(layers, layer_types=kinds), 1.0, scans)
+    assert model.windows == ((1, 128 + 2 * 5 + 3 * 7 + 5), (9, 128.0))
+    assert model.chunks == ((4, 128 + 2 * 3), (32, 3 * 2), (64, 128.0))
+    assert model.mixers == scans
 
 
 def test_a_config_without_heads_has_no_attention():

@@ -22,7 +22,7 @@ from trl_packfix.data.loaders import DocumentDataset, PackCollator, PackedBatchS
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.layout import LAYOUT_KEY
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts, ScanCosts, TowerCosts, with_scans
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts, ScanCosts, TowerCosts
 from trl_packfix.planning.degrees import GroupTimes, UndividedStep, modelled_time
 from trl_packfix.planning.parallel import Speeds, possible_degrees
 from trl_packfix.planning.units import Units
@@ -36,7 +36,13 @@ MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(HeadCounts(8, 8, 2, 
 FREE = replace(MODEL, attention=())
 # A scan for each two layers of attention
 SCANS = (ScanCosts(8, 8, 2, 1e10, 4, 1e9, 128, 64), ScanCosts(8, 8, 8, 1e10, 1, 0.0, 32, 32))
-HYBRID = replace(with_scans(MODEL, SCANS), attention=(HeadCounts(1, 8, 2, 64, 64),))
+HYBRID = replace(
+    MODEL,
+    windows=((1, 8 * 1e10 + 8 * 1e10),),
+    chunks=((4, 8 * 1e9),),
+    attention=(HeadCounts(1, 8, 2, 64, 64),),
+    mixers=SCANS,
+)
 DEAR = Speeds(within=3e6, between=1e6, ranks_per_node=4, latency_within=1e-4, latency_between=3e-4)
 CHEAP = Speeds(within=3e8, between=1e8, ranks_per_node=4)
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.modeling_utils import set_zero3_state
 
-from ..planning.costs import LLAMA_7B, CostModel, ScanCosts, TowerCosts, decoder_costs_of, tower_costs_of, with_scans
+from ..planning.costs import LLAMA_7B, CostModel, ScanCosts, TowerCosts, decoder_costs_of, tower_costs_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -64,8 +64,7 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
         # Layers with equal scans become one entry with the number of these layers
         layers_by_scan = Counter(scan for scan in scans if scan is not None)
         different_scans = tuple(scan._replace(layers=number) for scan, number in layers_by_scan.items())
-        costs = decoder_costs_of(text, per_token=2.0 * active_parameters(model))
-        return with_scans(costs, different_scans)
+        return decoder_costs_of(text, per_token=2.0 * active_parameters(model), scans=different_scans)
     except Exception as error:  # the code of the model may raise any error; costs only affect the balance of ranks
         logger.warning(
             f"{text_class.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "

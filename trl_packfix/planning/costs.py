@@ -166,8 +166,8 @@ _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "
 _SCORE_WEIGHTS = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
-def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
-    """Return the cost model of a text decoder: its matrices and its attention, but not its scans (`with_scans`).
+def decoder_costs_of(config: "PreTrainedConfig", per_token: float, scans: tuple[ScanCosts, ...] = ()) -> CostModel:
+    """Return the cost model of a text decoder: its matrices, its attention and its scans.
 
     Attention may be grouped, latent, sliding, chunked or compressed. Compressed attention merges every `rate` earlier
     tokens into one, and also sees a window of single tokens. The scores of an indexer count, too. Sparse attention
@@ -177,6 +177,7 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         config: the text config, read by the names that the configs of transformers share. Its `per_layer_config` has a
             config for each layer.
         per_token: FLOPs of one token in all matrices.
+        scans: all scans of the model. The config does not have their sizes.
     """
     full_pair_cost = 0.0  # FLOPs of a pair of tokens in all layers in which every token sees all tokens before it
     windows: defaultdict[int, float] = defaultdict(float)
@@ -213,35 +214,18 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
             chunks[layer.attention_chunk_size] += pair_cost
         else:
             full_pair_cost += pair_cost
+    for scan in scans:
+        windows[1] += scan.layers * scan.per_token  # a window of one token: a scan updates its state for each token
+        if scan.per_pair:
+            chunks[scan.chunk] += scan.layers * scan.per_pair
     return CostModel(
         per_token,
         per_pair=full_pair_cost,
         windows=tuple(sorted(windows.items())),
         chunks=tuple(sorted(chunks.items())),
         attention=tuple(HeadCounts(layers, *head_sizes) for head_sizes, layers in heads.items()),
+        mixers=scans,
     )
-
-
-def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
-    """Return `costs` with the FLOPs of the scans of recurrent layers added to its windows and chunks.
-
-    Args:
-        costs: the cost model without scans.
-        mixers: all scans of the model.
-
-    >>> import numpy as np
-    >>> exchanged = {"exchanged_per_head": 1, "exchanged_per_kv_head": 1}
-    >>> scan = ScanCosts(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, **exchanged)
-    >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))(np.array([1, 3])).tolist()  # pairs of chunks: 1, 3 + 1
-    [22.0, 68.0]
-    """
-    windows = defaultdict(float, costs.windows)
-    chunks = defaultdict(float, costs.chunks)
-    for scan in mixers:
-        windows[1] += scan.layers * scan.per_token
-        if scan.per_pair:
-            chunks[scan.chunk] += scan.layers * scan.per_pair
-    return replace(costs, windows=tuple(sorted(windows.items())), chunks=tuple(sorted(chunks.items())), mixers=mixers)
 
 
 def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
