@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import imbalance_bound
 
+from trl_packfix.data.rank_share import RankShare
+from trl_packfix.group import ALONE, Group
 from trl_packfix.planning.balance import deal_units
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.packing import Packing
@@ -133,8 +135,10 @@ def test_slots_of_packs_that_ranks_share_by_hand():
     assert first == [[0, 1], [2], [4, 5], [6]]
     assert second == [[0, 1], [3], [4, 5], [NO_DOCUMENTS]]
     assert NO_DOCUMENTS < 0, "documents are numbered from 0"
-    assert list(schedule.groups_of_rank(0)) == [(2, 0), (1, 0), (2, 0), (1, 0)]
-    assert list(schedule.groups_of_rank(1)) == [(2, 1), (1, 0), (2, 1), (1, 0)]
+    for rank, batches in enumerate([first, second]):
+        shares = [*RankShare.of_schedule(schedule, rank)]
+        assert shares == batches
+        assert [share.group for share in shares] == [Group(2, rank), ALONE, Group(2, rank), ALONE]
     assert schedule.num_steps == 2
     assert [schedule.step_documents(step).tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6]]
     costs = np.array([4.0, 2, 1, 3, 2, 2, 2])

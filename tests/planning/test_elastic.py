@@ -75,11 +75,11 @@ def documents_of(planner, step):
     schedule = planner.schedule(epoch)
     rows = []
     first = inside * planner.packing.accumulation
+    degrees = schedule.degrees[first : first + planner.packing.accumulation]
     for rank in range(planner.packing.world_size):
         batches = list(schedule.micro_batches(rank))[first : first + planner.packing.accumulation]
-        rank_parts = list(schedule.groups_of_rank(rank))[first : first + planner.packing.accumulation]
-        for batch, (_, index) in zip(batches, rank_parts, strict=True):
-            rows += [i for i in batch.tolist() if i != NO_DOCUMENTS and not index]
+        for batch, degree in zip(batches, degrees, strict=True):
+            rows += [i for i in batch.tolist() if i != NO_DOCUMENTS and rank % degree == 0]
     return epoch, rows
 
 

@@ -45,8 +45,8 @@ class RankShare(list[Any]):
     @classmethod
     def of_schedule(cls, schedule: Schedule, rank: int) -> Iterator["RankShare"]:
         """Yield the document indices of each micro-batch of one rank, with the group that shares the micro-batch."""
-        for indices, group in zip(schedule.micro_batches(rank), schedule.groups_of_rank(rank), strict=True):
-            yield cls(indices.tolist(), Group(*group))  # (number of ranks, number of this rank among them)
+        for indices, degree in zip(schedule.micro_batches(rank), schedule.degrees.tolist(), strict=True):
+            yield cls(indices.tolist(), Group(degree, rank % degree))  # ranks that share a pack are neighbours
 
 
 def cut_part(

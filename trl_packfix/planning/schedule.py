@@ -63,21 +63,12 @@ class Schedule:
         """Yield the document numbers of each micro-batch of one rank, in training order.
 
         A micro-batch without documents is `[NO_DOCUMENTS]`. With sequence parallelism, a micro-batch has all documents
-        of its pack, and `groups_of_rank` tells which of the ranks that share the pack this rank is.
+        of its pack, and the ranks that share the pack have equal micro-batches.
         """
-        for micro_step, (_, index) in enumerate(self.groups_of_rank(rank)):
-            slot = micro_step * self.world_size + rank - index  # the slot of the first rank of the group
+        for micro_step, degree in enumerate(self.degrees.tolist()):
+            slot = micro_step * self.world_size + rank - rank % degree  # the slot of the first rank of the group
             documents = self.order[self.offsets[slot] : self.offsets[slot + 1]]
             yield documents if len(documents) else np.array([NO_DOCUMENTS])
-
-    def groups_of_rank(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Return an iterator that says, for each micro-batch of one rank, with which ranks it shares the pack.
-
-        Returns:
-            (degree, index) for each micro-batch: the number of ranks that share the pack, and the number of this rank
-            among them, from 0. (1, 0) is a rank that has the pack for itself.
-        """
-        return ((degree, rank % degree) for degree in self.degrees.tolist())
 
     def slot_sums(self, values: Int64Array | Float64Array) -> Float64Array:
         """Return the sum of values over the documents of each slot, shape (S*G, W).
