@@ -142,7 +142,7 @@ def test_an_epoch_that_drops_its_last_step_ends_there(tmp_path):
     """Documents that no step reached are not trained in the next run, if the epoch was complete."""
     launch = {"accumulation": 3, "world_size": 2, "batch_size": 1, "drop_last": True}
     planner = resumed("stream", launch, None)
-    assert planner.schedule(0).num_skipped, "nothing is dropped"
+    assert len(planner.schedule(0).order) < len(planner.documents), "nothing is dropped"
     fewer = launch | {"world_size": 1, "accumulation": 1}
     again = resumed("stream", fewer, Saved(planner, launch, planner.num_steps, tmp_path))
     assert again.position(planner.num_steps) == (1, 0)

@@ -98,7 +98,6 @@ def test_the_rest_of_an_epoch_is_planned_as_a_table_of_its_own():
     schedule = planner.schedule(1)
     assert [len(schedule.step_documents(step)) for step in range(4)] == [0, 0, 4, 2]
     assert schedule.degrees.tolist() == [1] * 8
-    assert schedule.num_skipped == 0
     untrained = planner.documents.select(~trained)
     orders = [
         make_epochs(untrained, "minibatch", batch_size=2, accumulation=2, seed=seed).schedule(0).order.tolist()

@@ -276,7 +276,6 @@ class EpochPlanner:
                 **arrays,
                 accumulation=self.packing.accumulation,
                 world_size=self.packing.world_size,
-                num_skipped=len(self.documents) - len(arrays["order"]),
             )
             self._latest_schedule = {epoch: schedule}
         return self._latest_schedule[epoch]

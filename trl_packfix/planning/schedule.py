@@ -40,12 +40,13 @@ class Schedule:
     and the slots of its other ranks are empty.
     """
 
-    order: Int64Array  # numbers of the documents or units, slot after slot, shape (N,) or (U,)
+    # Numbers of the documents or units, slot after slot, shape (N,) or (U,), or fewer: `dataloader_drop_last` may leave
+    # some out
+    order: Int64Array
     # Slot (step * G + micro_batch) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,)
     offsets: Int64Array
     accumulation: int  # G
     world_size: int  # W
-    num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`); `EpochPlanner` sets it
     # Number of ranks that share a pack in each micro-step, shape (S*G,). Left empty, it becomes 1 everywhere.
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
