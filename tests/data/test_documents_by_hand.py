@@ -16,17 +16,18 @@ class Reader:
 
     Args:
         seq_lengths: the lengths of the documents of each row; None if each row is one document.
-        undividable: the row that cannot be truncated.
+        image_stops: the token behind the last image of each row; None if rows have no images.
         cuts: the places where rows are split, by row; None for a row that cannot be split.
     """
 
-    def __init__(self, rows, seq_lengths=None, bad=(), undividable=None, cuts=None):
+    def __init__(self, rows, seq_lengths=None, bad=(), image_stops=None, cuts=None):
         self.rows = rows
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
         self.packed = seq_lengths
         self.bad = bad
-        self.undividable = undividable
-        self.image_stops = None if cuts is None else np.zeros(len(rows))
+        if cuts is not None and image_stops is None:
+            image_stops = [0] * len(rows)  # rows that may have images, and have none
+        self.image_stops = None if image_stops is None else np.array(image_stops)
         self.cuts = cuts
 
     def __len__(self):
@@ -47,9 +48,6 @@ class Reader:
 
     def image_arrays(self, row, start, stop):
         return {}
-
-    def drop_cut_images(self, spans, max_length, *, needs_all_rows):
-        return spans.drop((spans.row == self.undividable) & ~np.array(needs_all_rows), "overlong")
 
     def find_cuts(self, row, max_length):
         return self.cuts[row]
@@ -186,13 +184,16 @@ def test_a_row_is_split_at_the_places_of_its_reader():
     assert ledger.fragments == 5
 
 
-def test_a_row_that_cannot_be_truncated_is_dropped():
-    reader = Reader([trained(9), trained(9), trained(3)], undividable=1)
+def test_an_image_that_ends_behind_the_longest_is_not_cut():
+    reader = Reader([trained(9), trained(9), trained(3)], image_stops=[4, 5, 0])
     documents = make_documents(reader, 4)
     assert spans_of(documents) == [(0, 0, 4), (2, 0, 3)]
     assert documents.ledger.dropped == {"overlong": DocumentCounts(1, 9, 8)}
-    assert len(make_documents(reader, 4, keep_untrained=True)) == 3
-    # Only truncation asks the reader
+    # Evaluation needs all rows
+    with pytest.raises(ValueError, match=r"1 of 3 documents .* in rows 1 \(images up to token 5\)"):
+        make_documents(reader, 4, keep_untrained=True)
+    assert make_documents(reader, 5, keep_untrained=True).lengths.tolist() == [5, 5, 3]
+    # Only truncation asks where images are
     assert make_documents(reader, 4, "split").ledger.fragments == 6
     assert make_documents(reader, 4, "drop").row.tolist() == [2]
 

@@ -229,10 +229,10 @@ def make_documents(
         assert max_length is not None
         spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
-        if overlong == "truncate":
+        if overlong == "truncate" and reader.image_stops is not None:
             # Training drops the documents with an image that truncating would cut. Evaluation and prediction need all
             # rows, so they refuse such documents
-            spans = reader.drop_cut_images(spans, max_length, needs_all_rows=keep_untrained)
+            spans = _drop_cut_images(spans, reader.image_stops, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
         # The cut may have removed all trained tokens of a document
@@ -352,6 +352,31 @@ def _split_documents(
     spans.ledger.split = DocumentCounts(before.documents, 0, before.trained_tokens - after.trained_tokens)
     spans.ledger.fragments = after.documents
     return fragments
+
+
+def _drop_cut_images(spans: Documents, image_stops: Int64Array, max_length: int, *, needs_all_rows: bool) -> Documents:
+    """Drop the documents, each of which is a row, with an image behind `max_length` tokens: truncating would cut it.
+
+    Args:
+        spans: N documents.
+        image_stops: the token behind the last image of each row, shape (R,).
+        max_length: largest number of tokens of a document.
+        needs_all_rows: refuse such documents, because evaluation has a result for every row.
+
+    Raises:
+        ValueError: `needs_all_rows`, and an image would be cut.
+    """
+    stops = image_stops[spans.row]
+    is_too_long = stops > max_length
+    if needs_all_rows and is_too_long.any():
+        shown = np.flatnonzero(is_too_long)[:MAX_ROWS_NAMED]
+        named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in shown)
+        raise ValueError(
+            f"{is_too_long.sum()} of {len(is_too_long)} documents of an evaluation set have images that end behind "
+            f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation "
+            "gives a result for every row. Raise `max_length`, make the images smaller, or remove these rows."
+        )
+    return spans.drop(is_too_long, "overlong")
 
 
 def _apply_overlong(

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
-
-T = TypeVar("T")
 
 
 class RowReader(ABC):
@@ -102,21 +100,6 @@ class RowReader(ABC):
     def report_section(self, planner: Any) -> Any:
         """Return the `ContentSection` of a report on the images of an `EpochPlanner`; None if rows hold tokens only."""
         return None
-
-    def drop_cut_images(self, documents: T, max_length: int, *, needs_all_rows: bool) -> T:
-        """Drop the documents that cannot be truncated to `max_length` tokens, because this would cut an image.
-
-        Args:
-            documents: `Documents` (`documents.py`, which imports this module). Their `ledger`, the counts of what was
-                done with documents, counts those that are dropped.
-            max_length: largest number of tokens of a document.
-            needs_all_rows: raise a ValueError if there is such a document, because evaluation has a result for every
-                row.
-
-        Returns:
-            The other documents.
-        """
-        return documents
 
     @property
     def comparison_reader(self) -> "TokenReader":

@@ -25,7 +25,7 @@ from datasets import Dataset
 from ...data.reader import RowReader, TokenReader
 from ...planning.arrays import Int64Array
 from ...samples.conversation import Conversation, images_of
-from ...samples.row import MAX_ROWS_NAMED, ROW_COLUMN, TURN_COLUMN, PerTurnCounts
+from ...samples.row import ROW_COLUMN, TURN_COLUMN, PerTurnCounts
 from ...samples.texts import struct_columns, without_nulls
 from ...samples.turns import TurnRule
 from .processor import IMAGES_FROM, RowProcessor
@@ -168,22 +168,6 @@ class ImageRows(RowReader):
                 return None
             edges.append(edge)
         return edges
-
-    def drop_cut_images(self, documents: Any, max_length: int, *, needs_all_rows: bool) -> Any:
-        """Drop the documents that cannot be truncated without cutting an image, see `RowReader`."""
-        # Truncating a document with an image behind `max_length` tokens would cut the image. A row is one document, so
-        # `image_stops` counts from its start
-        stops = self.image_stops[documents.row]
-        is_too_long = stops > max_length
-        if needs_all_rows and is_too_long.any():
-            shown = np.flatnonzero(is_too_long)[:MAX_ROWS_NAMED]
-            named = ", ".join(f"{documents.row[i]} (images up to token {stops[i]})" for i in shown)
-            raise ValueError(
-                f"{is_too_long.sum()} of {len(is_too_long)} documents of an evaluation set have images that end behind "
-                f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation "
-                "gives a result for every row. Raise `max_length`, make the images smaller, or remove these rows."
-            )
-        return documents.drop(is_too_long, "overlong")
 
     def report_section(self, planner: Any) -> ImageNumbers:
         """Return the section of a report on the images of a table."""
