@@ -30,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...data.epochs import EpochPlanner
-from ...planning.arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array, index_in_group, offsets_of
+from ...planning.arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array, offsets_of
+from ...planning.best_fit import select_packs
 from ...planning.costs import CostModel
 from ...planning.parallel import SequenceParallel
 from ...planning.token_order import TokenOrder
@@ -256,10 +257,8 @@ class Pieces(Units):
         order = self.order[np.lexsort((self.order, self._piece_numbers))]
         if rng is not None:
             order = order[np.lexsort((rng.random(len(order)), self._piece_numbers))]
-        sizes = np.diff(self.offsets)[units]
-        # Count up from the first document of each unit
-        places = np.repeat(self.offsets[units], sizes) + index_in_group(sizes)
-        return order[places], offsets_of(sizes)[offsets]
+        documents, sizes = select_packs(order, np.diff(self.offsets), units)  # of the pieces with these numbers
+        return documents, offsets_of(sizes)[offsets]
 
 
 def make_pieces(
