@@ -42,6 +42,16 @@ class HeadCounts(NamedTuple):
     key_dim: int  # numbers of one token in a query or key head
     value_dim: int  # numbers of one token in a value head
 
+    @property
+    def exchanged_per_head(self) -> int:
+        """How many numbers ranks exchange for one token of a query head: those of its query and of its output."""
+        return self.key_dim + self.value_dim
+
+    @property
+    def exchanged_per_kv_head(self) -> int:
+        """How many numbers ranks exchange for one token of a key head: those of its key and of its value."""
+        return self.key_dim + self.value_dim
+
 
 class ScanCosts(NamedTuple):
     """The recurrent layers with equal scans: how many there are, what a scan computes, and what ranks exchange for it.

@@ -67,17 +67,11 @@ class GroupTimes:
         latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
         num_values = 0  # numbers that are exchanged for one token in all layers
         num_layers = 0
-        for kind in self.cost_model.attention:  # attention layers with equal heads
+        for kind in self.cost_model.attention + self.cost_model.mixers:  # layers with equal heads
             num_layers += kind.layers
-            # Each query head has a query (`key_dim` numbers) and an output (`value_dim` numbers), and each key head has
-            # a key and a value of the same sizes
-            num_heads = kind.heads + max(kind.kv_heads, degree)
-            num_values += kind.layers * num_heads * (kind.key_dim + kind.value_dim)
-        for scan in self.cost_model.mixers:
-            num_layers += scan.layers
-            kv_heads = max(scan.kv_heads, degree)
-            num_per_layer = scan.heads * scan.exchanged_per_head + kv_heads * scan.exchanged_per_kv_head
-            num_values += scan.layers * num_per_layer
+            kv_heads = max(kind.kv_heads, degree)
+            num_per_layer = kind.heads * kind.exchanged_per_head + kv_heads * kind.exchanged_per_kv_head
+            num_values += kind.layers * num_per_layer
         passes = speeds.exchanging_passes  # 3: the forward, the recomputed forward and the backward pass
         per_token = num_values * speeds.bytes_per_value * passes * seconds_per_byte
         return per_token, 2 * passes * num_layers * latency  # a layer exchanges twice, before and after
