@@ -48,7 +48,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ..feature import Feature
+from ..feature import PLAIN, Feature
 from ..samples.row import PREPARATION_SOURCE_HASH
 from .documents import Documents, Overlong, TruncationMode, make_documents
 from .reader import RowReader, TokenReader
@@ -78,7 +78,7 @@ def cached_documents(
     truncation_mode: TruncationMode = "keep_start",
     cuts_blocks: bool = False,
     keep_untrained: bool = False,
-    feature: Feature | None = None,
+    feature: Feature = PLAIN,
 ) -> Documents:
     """Return the documents of a table, from the cache if an earlier start has computed them with these settings.
 
@@ -98,13 +98,12 @@ def cached_documents(
 
     def make_arrays() -> Arrays:
         documents = make_documents(reader, **settings)
-        order = None if feature is None else feature.sort_tokens(reader, documents)
+        order = feature.sort_tokens(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=order).to_arrays()
 
     # A feature that plans several documents as one (`regroups`) sorts them by their tokens. For every other feature
     # `sort_tokens` returns None, so nothing else of a feature changes what is cached
-    sorts_tokens = feature is not None and feature.regroups
-    file = _cache_file(reader, "spans", settings | {"sorts_tokens": sorts_tokens})
+    file = _cache_file(reader, "spans", settings | {"sorts_tokens": feature.regroups})
     # The documents know their file, because plans are cached beside it
     return Documents.from_arrays(read_or_make(file, make_arrays), file)
 
