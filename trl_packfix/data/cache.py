@@ -49,8 +49,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ..feature import PLAIN, Feature
+from ..planning.packing import Overlong, TruncationMode
 from ..samples.row import PREPARATION_SOURCE_HASH
-from .documents import Documents, Overlong, TruncationMode, make_documents
+from .documents import Documents, make_documents
 from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..planning.packing import Overlong
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_token_range
-from .documents import Overlong
 from .reader import TokenReader, mask_columns
 
 MAX_VOCABULARY = 2**24  # the largest vocabularies have 2**18 to 2**20 tokens

@@ -23,12 +23,13 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from operator import add
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from ..planning.arrays import BoolArray, Int64Array, index_in_group
+from ..planning.packing import Overlong, TruncationMode
 from ..planning.token_order import TokenOrder
 from ..samples.row import MAX_ROWS_NAMED
 from ..wording import count_of
@@ -36,8 +37,6 @@ from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
 
-Overlong = Literal["truncate", "split", "drop", "raise"]
-TruncationMode = Literal["keep_start", "keep_end"]
 IMAGE_ARRAYS = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
 DOCUMENT_ARRAYS = ("row", "start", "stop", "trained", "block", *IMAGE_ARRAYS)  # the attributes that have shape (N,)
 

@@ -27,14 +27,14 @@ from transformers import PreTrainedConfig
 
 from ..compat import keep_from_preparing
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.packing import Packing
+from ..planning.packing import Overlong, Packing
 from ..planning.schedule import NO_DOCUMENTS
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, DocumentRun, PackedDataCollator
 from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong, check_rank
-from .documents import Documents, Overlong
+from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
 from .rank_share import RankShare, cut_part

@@ -44,6 +44,10 @@ from .units import Balance, Bins, Synchronisation, Units
 
 ChangedSettings = dict[str, tuple[Any, Any]]
 """Settings that differ: config name -> (value before, value now)."""
+Overlong = Literal["truncate", "split", "drop", "raise"]
+"""Values of `overlong`: what happens to a document of more than `max_length` tokens."""
+TruncationMode = Literal["keep_start", "keep_end"]
+"""Values of `truncation_mode`: which tokens of a truncated document remain."""
 SharePrefixes = Literal["off", "pack", "family"]
 """Values of `share_prefixes`."""
 
@@ -63,8 +67,8 @@ class Packing:
     # How the documents of a pack are chosen, a key of `STRATEGIES` (`strategies.py`). "stream" is a strategy for tables
     # and for streams: it fills packs from a bounded buffer of documents
     strategy: Strategy = "stream"
-    overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    overlong: Overlong = "truncate"
+    truncation_mode: TruncationMode = "keep_start"
 
     # The order of a table, and whether its last, incomplete step is dropped. A stream has its own order.
     seed: int = 0

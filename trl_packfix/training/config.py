@@ -26,10 +26,9 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
-from ..data.documents import Overlong, TruncationMode
 from ..feature import features_of
 from ..isolation.packed_model import OnLeak
-from ..planning.packing import SharePrefixes
+from ..planning.packing import Overlong, SharePrefixes, TruncationMode
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from ..samples.turns import AssistantTurns

@@ -28,11 +28,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.cache import cached_documents
 from ..data.dataset_checks import check_tokenised
-from ..data.documents import Documents, Overlong
+from ..data.documents import Documents
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
 from ..data.row_values import SOURCES, RowValuesCollator, read_row_values
 from ..feature import Feature, features_of
 from ..layout import layout_of
+from ..planning.packing import Overlong
 from .checks import check_prepared
 from .loading import TrainingData
 from .objective import Objective

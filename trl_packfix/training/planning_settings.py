@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
-from ..data.documents import Overlong, TruncationMode
-from ..planning.packing import SharePrefixes
+from ..planning.packing import Overlong, SharePrefixes, TruncationMode
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 
