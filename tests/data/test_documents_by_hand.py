@@ -17,7 +17,7 @@ class Reader:
     Args:
         seq_lengths: the lengths of the documents of each row; None if each row is one document.
         image_stops: the token behind the last image of each row; None if rows have no images.
-        cuts: the places where rows are split, by row; None for a row that cannot be split.
+        cuts: the places where rows are split, by row, None for a row that cannot be split; None to split anywhere.
     """
 
     def __init__(self, rows, seq_lengths=None, bad=(), image_stops=None, cuts=None):
@@ -50,6 +50,8 @@ class Reader:
         return {}
 
     def find_cuts(self, row, max_length):
+        if self.cuts is None:  # an image ends everywhere
+            return [*range(0, len(self.rows[row]), max_length), len(self.rows[row])]
         return self.cuts[row]
 
 

@@ -57,6 +57,8 @@ class ScriptedFirstStep(FirstStep):
             gather=lambda value: value,
         )
         args = SimpleNamespace(
+            gradient_checkpointing=False,
+            gradient_checkpointing_kwargs=None,
             max_length=512,
             document_weighting="token",
             loss_type="nll",
@@ -333,12 +335,14 @@ def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
     trainer.aux_loss_enabled = True
     trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
     totals = step._objective.totals = SimpleNamespace(device="device", sources="sources", shares_rows="shares")
-    for packs_images in (True, False):
+    for packs_images, is_checkpointed in ((True, False), (False, False), (False, True)):
         step._data.reading.is_text_only = not packs_images
+        trainer.args.gradient_checkpointing = is_checkpointed
+        trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": True}
         with FirstStep._undisturbed(step):
             assert noise.alpha == 0
             assert step._objective.totals == ("device", "sources", "shares")
-            assert trainer.aux_loss_enabled is not packs_images
+            assert trainer.aux_loss_enabled is (not packs_images and not is_checkpointed)
         assert noise.alpha == 5
         assert step._objective.totals is totals
         assert trainer.aux_loss_enabled
