@@ -153,12 +153,24 @@ def varlen_attention(
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         query, key, value = cast_for_autocast(module, query, key, value)
-        is_causal = attention_mask is None and _is_causal(module, kwargs)
-        out = _unpacked_math(query, key, value, mask=attention_mask, is_causal=is_causal, **options)
-        return out.transpose(1, 2).contiguous(), None
+        num_rows, _, num_queries, _ = query.shape
+        is_causal = attention_mask is None and num_queries > 1 and _is_causal(module, kwargs)
+        if is_causal:  # A static cache may have more keys than the prompt has queries. Then only the first are filled.
+            key = key[:, :, :num_queries]
+            value = value[:, :, :num_queries]
+        # In fp32, flash kernels of CUDA raise an error, which is right for a pack. Other calls must have a result.
+        is_flash = query.dtype in CUDA_DTYPES and runs_flash(query, value, softcap, dropout=dropout)
+        if not is_causal or not (is_flash or query.device.type == "cpu"):
+            out = math_in_tiles(query, key, value, is_causal=is_causal, mask=attention_mask, **options)
+            return out.transpose(1, 2).contiguous(), None
+        # transformers makes a mask wherever padding or a window hides a key. So without a mask, the rows are computed
+        # like those of a repaired module, each as a document of a pack.
+        bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
+        running = PackedForward(bounds, bounds, num_queries, num_queries, num_rows=num_rows, group=ALONE)
 
     # A packed call:
-    # 1. The rows of a repaired module become one row. Its boundaries are in `running`, and not in the arguments.
+    # 1. Several rows, as those of a repaired module, become one row. Its boundaries are in `running`, not in the
+    #    arguments.
     num_rows = query.shape[0]
     if running is not None and running.in_repaired_module:
         query, key, value = (_join_rows(states, running) for states in (query, key, value))
@@ -525,36 +537,3 @@ def cast_for_autocast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
         dtype = get_target_dtype(tensors[0], module)
         return [x.to(dtype) for x in tensors]
     return list(tensors)
-
-
-def _unpacked_math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool,
-    **options: Unpack[AttentionOptions],
-) -> Tensor:
-    """Compute attention with softcap or sinks for a call that is not packed: (B, H, queries, D).
-
-    Memory is linear in the number of queries. `is_causal` is True only if there is no mask.
-    """
-    num_rows, _, num_queries, _ = query.shape
-    if num_queries == 1 or not is_causal:
-        return math_in_tiles(query, key, value, is_causal=False, mask=mask, **options)
-    # transformers makes a mask wherever padding or a window hides a key. So without a mask, each row is computed like a
-    # document of a pack. A static cache may have more keys than the prompt has queries. Then only the first are filled.
-    key = key[:, :, :num_queries]
-    value = value[:, :, :num_queries]
-    # (B, H, L, D) -> (1, H, B * L, D), all rows end to end
-    query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    # In fp32, flash kernels raise an error, which is right for a pack. A call that is not packed must have a result.
-    if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
-        bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
-        pack = PackedForward(bounds, bounds, num_queries, num_queries, group=ALONE)
-        out = attend_pack_on_cuda(query, key, value, pack, scale=options["scale"], sinks=options["sinks"])
-    else:
-        attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
-        out = attend(query, key, value, [num_queries] * num_rows, **options)
-    return out[0].unflatten(1, (num_rows, num_queries)).transpose(0, 1)
