@@ -132,22 +132,27 @@ class PackedForwardGuard(ModelHooks):
 
     Args:
         modules_given_packs: see `ModelHooks`, for other hooks on the model.
+        before_pack: called at the beginning of each packed forward.
 
     Attributes:
         ignores_masks: whether attention ignores the masks that the model makes itself in packed forwards. This is set
             if a test of the model has found that they only repeat the boundaries.
-        before_pack: called at the beginning of each packed forward.
         mixers: replaces, in packed forwards, the functions with which the model's mixers mix tokens by functions that
             start anew in each document (`ReplacedValues`).
         entered_forward: the running packed forward, if this guard has made it; else None.
     """
 
-    def __init__(self, model: PreTrainedModel, modules_given_packs: Sequence[nn.Module] = ()):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules_given_packs: Sequence[nn.Module] = (),
+        before_pack: Callable[[], None] | None = None,
+    ):
         super().__init__()
         self.model = model
         self.modules_given_packs = modules_given_packs
         self.ignores_masks = False
-        self.before_pack: Callable[[], None] | None = None
+        self.before_pack = before_pack
         # For each forward of the model that is running, whether it is packed; the innermost last
         self._packed_flags: list[bool] = []
         self._layers: list[nn.Module] = []  # modules that may have a checkpoint function

@@ -115,11 +115,10 @@ class PackedModel:
         self._head_hook: RemovableHandle | None = None  # keeps the LM head of a sharded model whole
         # By name of an attention: why it is not used
         self._refusals: dict[str, str] = {}
-        self._forget_proofs()
         self._choose_attention()
 
     def _choose_attention(self) -> None:
-        """Choose the attention of packs by the refusals so far, and forget the last report, repairs and unpacking."""
+        """Choose the attention of packs by the refusals so far, and forget all reports, repairs and unpacking."""
         # 1. Choose the attention of the part that reads text. `_refusals` may also have the attention of towers.
         tower_attention = self._towers.attention_name
         choose = partial(
@@ -148,19 +147,16 @@ class PackedModel:
             )
         note = self._towers.note(self._inner, self._takes_towers, why_own_attention)
         self.attention = replace(self.attention, reason=self.attention.reason + note)
-        # 3. Begin anew, without a report, repairs or unpacking.
+        # 3. Begin anew, without proofs, repairs or unpacking: proofs hold for one attention only.
         self.isolation: IsolationReport | None = None
+        self.feature_is_proved = False
+        self._proved_degrees: dict[int, IsolationReport] = {}
         # Hooks such as those of `pack_forward` give packs to a module inside a model that itself gets padded batches.
         # The guard must then know the boundaries at this module.
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
-        self._guard = PackedForwardGuard(self._inner, modules_of_hooks)
+        self._guard = PackedForwardGuard(self._inner, modules_of_hooks, self._restore_attention)
         self._search: RepairSearch | None = None
         self._unpacked: ModelHooks | None = None
-
-    def _forget_proofs(self) -> None:
-        """Forget which degrees were proved, and whether the feature was: proofs hold for one attention only."""
-        self.feature_is_proved = False
-        self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
     def _inner(self) -> PreTrainedModel:
@@ -207,11 +203,8 @@ class PackedModel:
         gather_lm_head_with_model(self._inner)
         if self._head_hook is None:
             self._head_hook = unshard_lm_head(self._inner)
-        attention_before = self.attention
         report = self._judge_packs(wrapped)
         self.isolation = report
-        if self.attention is not attention_before:
-            self._forget_proofs()
         # If the model also raises on a single document without packing, packs are not the cause.
         if report.passed or self.is_unpacked or not report.runs_unpacked:
             return report
@@ -225,7 +218,6 @@ class PackedModel:
     def prove_changed(self, wrapped: nn.Module) -> IsolationReport:
         """Choose attention and prove the model again, because its modules have changed since the last proof."""
         self.restore_own_attention()
-        self._forget_proofs()
         self._choose_attention()
         return self.prove(wrapped)
 
@@ -235,18 +227,15 @@ class PackedModel:
         Args:
             reason: why, as a clause. It becomes a part of the reason of the attention.
         """
-        for hooks in self._hooks:
-            hooks.remove()
+        self.restore_own_attention()
         self._search = None
-        set_attention(self.model, self.attention.previous)
         # With images, a class whose rows have images
         unpacked_class = self.feature.plain.make_unpacked_class(UnpackedForward)
         self._unpacked = unpacked_class(self.model)
-        for hooks in self._hooks:
-            hooks.install()
-        self.isolation = self._report_probe(wrapped)
         text = f"UNPACKED, documents as rows of padded batches, because {reason}"
         self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=text)
+        self.attach_packed_attention()
+        self.isolation = self._report_probe(wrapped)
         return self.isolation
 
     def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:
@@ -408,22 +397,21 @@ class PackedModel:
             user_attention=attention.previous,
             feature=self.feature if with_feature else self.feature.plain,
         )
-        with self._testing():
-            if self.recall is None or self.repaired or self.is_unpacked:
-                report = run_probe()
-            else:
-                hook_names = [type(hooks).__name__ for hooks in self.own_hooks]
-                # What a report depends on, beside the model
-                case = (
-                    with_feature,
-                    self.max_length,
-                    degree,
-                    attention.name,
-                    attention.previous,
-                    str(self.dtype),
-                    hook_names,
-                )
-                report = self.recall(wrapped, run_probe, model=self._inner, case=case)
+        if self.recall is None or self.repaired or self.is_unpacked:
+            report = run_probe()
+        else:
+            hook_names = [type(hooks).__name__ for hooks in self.own_hooks]
+            # What a report depends on, beside the model
+            case = (
+                with_feature,
+                self.max_length,
+                degree,
+                attention.name,
+                attention.previous,
+                str(self.dtype),
+                hook_names,
+            )
+            report = self.recall(wrapped, run_probe, model=self._inner, case=case)
         agree_on_ranks((report.isolated, report.equal))  # raises if they differ
         return replace(report, repaired=self.repaired)
 
@@ -434,16 +422,19 @@ class PackedModel:
         """
         # The name under which the model's own attention runs on packs
         own_name = own_in_packs(self._inner, self.attention.previous)
-        for name in dict.fromkeys((self.attention.name, own_name)):
-            if name != self.attention.name:
+        chosen = self.attention
+        for name in dict.fromkeys((chosen.name, own_name)):
+            if name != chosen.name:
                 set_attention(self.model, name)
+                reason = f"the model's own, because {chosen.name} does not support its masks"
+                self.attention = replace(chosen, name=name, is_flash="flash" in name, reason=reason)
             probe_class = self.feature.plain.make_probe_class(Probe)
             probe = probe_class(wrapped, user_attention=self.attention.previous)
             search = RepairSearch(probe, self._guard, self.max_length)
             self._search = search
             try:
                 # `undisturbed`: without dropout and the user's hooks; restores buffers and random state
-                with probe.undisturbed(), self._testing():
+                with probe.undisturbed():
                     report = search.search_repairs()
             except OwnAttentionError:  # the model does not run on `packfix_varlen`; try its own attention
                 search.give_up()
@@ -453,13 +444,11 @@ class PackedModel:
                 report = self._report_probe(wrapped)
             if report.passed:
                 self.isolation = replace(report, repaired=search.repairs)
-                if name != self.attention.name:
-                    reason = f"the model's own, because {self.attention.name} does not support its masks"
-                    self.attention = replace(self.attention, name=name, is_flash="flash" in name, reason=reason)
-                    if self.enforce_flash_attention and self.device_type == "cuda":
-                        warnings.warn(
-                            f"attention {name!r} on packed batches is not flash attention: {reason}", stacklevel=2
-                        )
+                if name != chosen.name and self.enforce_flash_attention and self.device_type == "cuda":
+                    warnings.warn(
+                        f"attention {name!r} on packed batches is not flash attention: {self.attention.reason}",
+                        stacklevel=2,
+                    )
                 return
             search.give_up()
         # The model is left with the attention of the last round, without repairs. `prove` reports it, or unpacks the
@@ -473,18 +462,6 @@ class PackedModel:
             return [*self.own_hooks, self._unpacked]
         repairs = [] if self._search is None else self._search.hooks
         return [*self.own_hooks, self._guard, *repairs]
-
-    @contextmanager
-    def _testing(self) -> Iterator[None]:
-        """Within this context the guard does not restore the attention, because a test may replace it.
-
-        After the context, the guard restores it before each pack.
-        """
-        self._guard.before_pack = None
-        try:
-            yield
-        finally:
-            self._guard.before_pack = self._restore_attention
 
     def _restore_attention(self) -> None:
         """Set the tested attention again, with a warning, if it was replaced. The guard calls this before each pack."""
@@ -508,7 +485,6 @@ class PackedModel:
             return
         # The choice depends on the model's own attention, which the user may have changed since.
         if own_attention(self.model) != self.attention.previous:
-            self._forget_proofs()
             self._choose_attention()
         self.has_packed_attention = True
         if self.attention.name != self.attention.previous:
