@@ -30,7 +30,7 @@ from ..attention.mixer_support import mixer_support
 from ..data.collator import PackedDataCollator
 from ..data.rank_share import cut_part
 from ..group import ALONE, Group
-from .probed_model import CannotRun, ProbedModel, largest_distance
+from .probed_model import CannotRun, ProbedModel, gather_values, largest_distance
 from .randomness import watching_draws
 
 # Tokens of each document of the small pack: 47 in sum, a prime. No hidden size is 47, so the axis of tokens cannot be
@@ -43,6 +43,8 @@ NUM_EXTRA_TOKENS = 3  # tokens by which a document is longer than the one in who
 NUM_PADDING_TOKENS = 2  # tokens of padding behind a document alone
 # A larger change of earlier states, relative to the largest state, is no rounding
 READ_AHEAD_THRESHOLD = 1e-3
+GRADIENT_ROUNDING_FACTOR = 64  # limit of differences of gradients, in multiples of the rounding of states
+LARGEST_GRADIENT_LIMIT = 1e-2  # if the limit is larger, only a gradient that is lost counts as an error
 # Below this relative difference of gradients, a difference can be rounding even if the model is in fp64, because some
 # modules compute in fp32. The probes of two features use it
 SMALLEST_ROUNDING = 1e-4
@@ -135,7 +137,7 @@ class Probe(ProbedModel):
         user_attention: name of the attention with which the user gave the model, for example "sdpa"; see `ProbedModel`.
 
     Attributes:
-        group: the ranks that share each pack, a `SequenceGroup`.
+        group: the ranks that share each pack.
         reads_ahead: whether a token changes earlier states of its document, with the padding that unpacked TRL uses.
         dtype: the coarsest dtype among the outputs of modules. The first call of `run_without_draws` sets it.
         drawing_modules: the modules that draw random numbers even in training without dropout. The same call sets it.
@@ -199,9 +201,21 @@ class Probe(ProbedModel):
 
     def _row_states(self, documents: list[Tensor], num_rows: int, *, gradient: bool) -> Tensor:
         """Return the states of all rows of a pack, (num_rows, hidden), gathered from the ranks that share the pack."""
+        states: Any = None
+        problem = ""
         with torch.set_grad_enabled(gradient):
-            # A function, because an error of the model on one rank must be raised on all ranks.
-            (states,) = self.group.gather_states(lambda: self.states(self._make_batch(documents, self.group)))
+            try:
+                states = self.states(self._make_batch(documents, self.group))
+            except CannotRun as error:
+                if self.group.is_alone:
+                    raise
+                problem = str(error)
+            if not self.group.is_alone:
+                # An error of the model on one rank is raised on all ranks, which would wait for its states.
+                problems = gather_values(problem)
+                if any(problems):
+                    raise CannotRun(next(filter(None, problems)))
+            (states,) = self.group.gather(states, dim=1)
         if len(states) != num_rows:
             raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
         return states
@@ -332,14 +346,18 @@ class Probe(ProbedModel):
             between the gradients of a document in the pack and alone. None if the model supports no such gradients.
         """
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
-        limit = self.group.gradient_limit(self.rounding)
-        if limit is None:  # one rank, where the gradients of documents alone are not compared
+        limit: float | None = None
+        if self.group.is_alone:  # the gradients of documents alone are not compared
             num_bits = (len(rows) - 1).bit_length()
             targets = [
                 GradientRows(None, torch.cat([own_rows for i, own_rows in enumerate(rows) if i >> bit & 1]))
                 for bit in range(num_bits)
             ]
         else:
+            # With a large limit, in half precision, a rounding may choose other experts. Then only lost gradients are
+            # found.
+            limit = GRADIENT_ROUNDING_FACTOR * self.rounding
+            limit = limit if limit < LARGEST_GRADIENT_LIMIT else inf
             targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
         try:
             batch = self._make_batch(documents, self.group)

@@ -30,7 +30,7 @@ from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
 from ..attention.tower_support import tower_support
 from ..attention.varlen import ATTENTION_NAME
-from ..group import Group, make_groups
+from ..group import ALONE, Group, make_groups
 from ..layout import Layout
 from .randomness import device_state, set_device_state
 from .user_hooks import gradient_hooks_aside
@@ -42,8 +42,6 @@ T = TypeVar("T")
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores, in fp32, that `eager` may hold for a document alone
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
-GRADIENT_ROUNDING_FACTOR = 64  # limit of differences of gradients, in multiples of the rounding of states
-LARGEST_GRADIENT_LIMIT = 1e-2  # if the limit is larger, only a gradient that is lost counts as an error
 ROUNDING_FACTOR = 3  # tolerance in multiples of the largest measured change, because the draws are few
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
@@ -66,76 +64,6 @@ def model_errors_converted() -> Iterator[None]:
             raise
         raise_refusal(error)  # raises `KernelError` if a kernel has refused the input, and else returns
         raise CannotRun(str(error)) from error
-
-
-class SequenceGroup(Group):
-    """The ranks that share each pack. All of them must call a method together. By default a rank is alone."""
-
-    @classmethod
-    def of_degree(cls, degree: int) -> "SequenceGroup":
-        """Make the groups of `degree` ranks, and return the group of this rank. All ranks must call it."""
-        if degree == 1:
-            return cls()
-        make_groups((degree,))
-        return cls(degree, dist.get_rank() % degree)
-
-    def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Return the states of all rows of a pack, (1, T, hidden).
-
-        Args:
-            forward: computes the states of this rank's part, (1, part, hidden).
-
-        Raises:
-            CannotRun: the model raises on any rank. It is raised on all ranks.
-        """
-        if self.is_alone:
-            return forward()
-        states: Any = None
-        problem = ""
-        try:
-            states = forward()
-        except CannotRun as error:
-            problem = str(error)
-        problems = gather_values(problem)
-        if any(problems):
-            raise CannotRun(next(filter(None, problems)))
-        return self.gather(states, dim=1)
-
-    def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
-        """Return the gradient of all `num_rows` rows of a pack, (num_rows, D), from the gradients of the ranks.
-
-        Args:
-            gradient: the gradient that this rank has, of its part, (part, D), or of all rows, (num_rows, D).
-        """
-        if len(gradient) != num_rows:
-            return self.gather(gradient, dim=0)
-        # With images each rank embeds the whole pack and cuts its part after that, so gradients of parts are added.
-        return self.sum(gradient)
-
-    def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Divide sets of rows, whose states are differentiated, among forwards: a list of sets for each forward.
-
-        Each set gets a backward. If ranks share packs, each forward has only one backward, as in training.
-        """
-        return [row_sets] if self.is_alone else [[rows] for rows in row_sets]
-
-    def gradient_limit(self, rounding: float) -> float | None:
-        """Return the relative difference that the gradients of a document in a pack and alone may have.
-
-        None: they are not compared, because no other rank shares the pack. Infinity: only a lost gradient is an error.
-
-        Args:
-            rounding: the relative change of states that rounding may cause.
-        """
-        if self.is_alone:
-            return None
-        limit = GRADIENT_ROUNDING_FACTOR * rounding
-        # With a large limit, in half precision, a rounding may choose other experts. Then only lost gradients are
-        # found.
-        return limit if limit < LARGEST_GRADIENT_LIMIT else inf
-
-
-LOCAL_RANK = SequenceGroup()  # one rank that holds whole packs
 
 
 class ProbedModel:
@@ -166,7 +94,8 @@ class ProbedModel:
             wrappers.append(without_compile(module))
         self.has_engine = len(wrappers) > 1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._below_ddp = wrappers[1] if isinstance(model, DistributedDataParallel) else model
-        self.group = SequenceGroup.of_degree(degree)
+        make_groups((degree,))
+        self.group = ALONE if degree == 1 else Group(degree, dist.get_rank() % degree)
         self.takes_gradient = not (self.has_engine and self.group.is_alone)
         self.inner = base_model(wrappers[-1])
         self.device = next(self.inner.parameters()).device
@@ -351,7 +280,7 @@ class ProbedModel:
             yield embedded
 
     def embedding_gradients(
-        self, batch: dict[str, Any], row_sets: Sequence[Tensor], group: SequenceGroup = LOCAL_RANK
+        self, batch: dict[str, Any], row_sets: Sequence[Tensor], group: Group = ALONE
     ) -> list[Tensor] | None:
         """Return the gradients of some states with respect to all embeddings of a pack, (T, D) for each set of rows.
 
@@ -369,7 +298,8 @@ class ProbedModel:
         if self.has_engine and not below_head(self.inner):
             return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
         gradients = []
-        for sets_of_forward in group.split_by_forward(row_sets):
+        # Each set gets a backward. If ranks share packs, each forward has only one backward, as in training.
+        for sets_of_forward in [row_sets] if group.is_alone else [[rows] for rows in row_sets]:
             with self.embeddings() as embedded:
                 # The model inside DDP runs, because DDP would wait for the gradients of parameters.
                 states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
@@ -385,7 +315,9 @@ class ProbedModel:
                     if gradient is None:
                         return None
                     gradient = to_exact(gradient.reshape(-1, gradient.shape[-1]))
-                    gradients.append(group.gather_gradient(gradient, group.size * len(states)))
+                    # With images each rank embeds the whole pack and cuts its part after that, so gradients are added.
+                    is_part = len(gradient) != group.size * len(states)
+                    gradients.append(group.gather(gradient, dim=0) if is_part else group.sum(gradient))
         return gradients
 
     @contextmanager
