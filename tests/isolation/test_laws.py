@@ -157,52 +157,50 @@ def test_misleading_packs_by_hand():
 # The law of shifts
 
 
-@pytest.mark.parametrize("moved, is_tested", [(20.0, False), (21.0, False), (21.01, True)])
-def test_the_shift_is_tested_where_a_label_moves_its_gradient_by_more_than_five_percent(moved, is_tested):
-    tokens = DOCUMENTS[1]["input_ids"]  # the longest
+def find_shift(nearest, label, last_input):
+    """Find the law of shifts on the longest document, by the sizes of the gradients with one value changed."""
+    tokens = DOCUMENTS[1]["input_ids"]
+    only_last = [-100] * 7 + tokens[-1:]
+    sizes = [
+        (tokens, only_last, 20.0),
+        ([*tokens[:-2], 100, tokens[-1]], only_last, nearest),
+        (tokens, [*only_last[:-1], 100], label),
+        ([*tokens[:-1], 100], only_last, last_input),
+    ]
 
     def gradient_of(groups):
         ((document,),) = groups
-        if document["input_ids"] != tokens:
-            assert document["input_ids"] == [*tokens[:-1], 100]
-            return 23 * UNIT
-        assert document["labels"][:-1] == [-100] * 7
-        return UNIT * (20.0 if document["labels"][-1] == tokens[-1] else moved)
+        (size,) = (size for *values, size in sizes if values == [document["input_ids"], document["labels"]])
+        return size * UNIT
 
     probe = ScriptedStep()
     probe.gradient_of = gradient_of
-    assert probe.effect_of_last_input() == (0.15 if is_tested else None)
+    finding = probe.test_shift()
+    return None if finding is None else finding[0]
+
+
+@pytest.mark.parametrize("moved, is_tested", [(20.0, False), (21.0, False), (21.01, True)])
+def test_the_shift_is_tested_where_a_label_moves_its_gradient_by_more_than_five_percent(moved, is_tested):
+    assert find_shift(nearest=25.0, label=moved, last_input=23.0) == (0.15 if is_tested else None)
 
 
 @pytest.mark.parametrize("moved, counts", [(20.0, False), (21.0, False), (19.0, False), (21.01, True)])
 def test_the_token_before_a_label_counts_if_it_moves_the_gradient_by_more_than_five_percent(moved, counts):
-    tokens = DOCUMENTS[1]["input_ids"]
-
-    def gradient_of(groups):
-        ((document,),) = groups
-        if document["input_ids"] == tokens:
-            return 20.0 * UNIT
-        assert document["input_ids"] == [*tokens[:-2], 100, tokens[-1]]
-        return moved * UNIT
-
-    probe = ScriptedStep()
-    probe.gradient_of = gradient_of
-    assert probe.nearest_token_counts() is counts
-
-
-def test_documents_of_one_token_show_no_shift():
-    documents = [{"input_ids": [7] * n, "labels": [7] * n} for n in (3, 4, 5)]
-    probe = ScriptedStep(documents=documents)
-    assert probe.effect_of_last_input() is None
-    assert probe.nearest_token_counts()
+    assert find_shift(nearest=moved, label=25.0, last_input=23.0) == (0.15 if counts else inf)
 
 
 def test_the_law_of_shifts_names_the_nearest_token_first():
-    probe = ScriptedStep()
-    for counts, effect, error in ((False, 0.1, inf), (True, 0.1, 0.1), (True, None, None)):
-        probe.nearest_token_counts = lambda counts=counts: counts
-        probe.effect_of_last_input = lambda effect=effect: effect
-        assert {law.name: law.error for law in probe.test_laws()}.get("shift") == error
+    assert find_shift(nearest=20.0, label=20.0, last_input=23.0) == inf
+
+
+def test_documents_of_one_token_show_no_shift():
+    def gradient_of(groups):
+        ((document,),) = groups
+        assert {*document["input_ids"], *document["labels"]} <= {7, -100}
+        return UNIT
+
+    documents = [{"input_ids": [7] * n, "labels": [7] * n} for n in (3, 4, 5)]
+    assert ScriptedStep(gradient_of, documents).test_shift() is None
 
 
 def test_the_law_of_scales_compares_each_document_with_its_reference():

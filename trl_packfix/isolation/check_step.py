@@ -227,17 +227,34 @@ class _StepProbe:
         return gap, "one document alone has the gradient of its own loss"
 
     def test_shift(self) -> Finding | None:
-        """Change the two last tokens of a document, of which only the last is a label.
+        """Change the two last tokens of the longest document, of which only the last is a label.
 
-        The token before the label must have an effect. If it has none, the gap is infinite. The token of the label
-        itself, as an input, must have none. The result is None if that cannot be seen.
+        The token before the label must have an effect. If labels are shifted both by the data and by the model, the
+        state that predicts the label has not seen this token, and the gap is infinite. The token of the label itself,
+        as an input, must have no effect.
+
+        The result is None if the step takes the values of its targets from the inputs, or all tokens of all documents
+        are equal: then an effect of the last input cannot be seen.
         """
-        gap_by_last_input = self.effect_of_last_input()
-        if not self.nearest_token_counts():
+        tokens = max(self.documents, key=document_length)["input_ids"]
+        document = {"input_ids": tokens, "labels": [IGNORE_INDEX] * (len(tokens) - 1) + tokens[-1:]}
+        gradient = self.summed_gradient([[document]])
+
+        def effect(name: str, place: int, token: int) -> float:
+            """Return how much another token at a place of the inputs or of the labels changes the gradient."""
+            values = [*document[name]]
+            values[place] = token
+            return largest_gap(self.summed_gradient([[document | {name: values}]]), gradient)
+
+        # An effect up to the largest tolerance could be rounding.
+        new_token = self._other_token(tokens[-2])
+        if new_token is not None and effect("input_ids", -2, new_token) <= LARGEST_USEFUL_TOLERANCE:
             return inf, "a label is predicted from the token before it; it was not: are labels shifted twice?"
-        if gap_by_last_input is None:
+        new_token = self._other_token(tokens[-1])
+        # If another last label changes nothing, the step takes its targets from the inputs.
+        if new_token is None or effect("labels", -1, new_token) <= LARGEST_USEFUL_TOLERANCE:
             return None
-        return gap_by_last_input, "a label is predicted from the tokens before it"
+        return effect("input_ids", -1, new_token), "a label is predicted from the tokens before it"
 
     def test_isolation(self) -> Finding:
         """Compare each document among masked neighbours with the document alone."""
@@ -289,47 +306,6 @@ class _StepProbe:
             return self.gap_to_total([[documents, [untrained]], [[untrained], documents]]), sentence
         except Exception as error:  # any error of the loop under test
             return inf, f"{sentence}; the step raised {type(error).__name__}: {error}"
-
-    def effect_of_last_input(self) -> float | None:
-        """Return how much the last token of a document, as an input, changes the gradient of its own label.
-
-        A right step predicts the label from the tokens before it, so that this input changes nothing. The result is
-        None if the step takes the values of its targets from the inputs, or all tokens of all documents are equal: then
-        an effect of the input cannot be seen.
-        """
-        document = self._longest_with_one_label()
-        tokens = document["input_ids"]
-        new_token = self._other_token(tokens[-1])
-        if new_token is None:
-            return None
-        gradient = self.summed_gradient([[document]])
-        # If another last label changes nothing, the step takes its targets from the inputs. An effect up to the largest
-        # tolerance could be rounding.
-        relabelled = document | {"labels": [*document["labels"][:-1], new_token]}
-        if largest_gap(self.summed_gradient([[relabelled]]), gradient) <= LARGEST_USEFUL_TOLERANCE:
-            return None
-        changed = document | {"input_ids": [*tokens[:-1], new_token]}
-        return largest_gap(self.summed_gradient([[changed]]), gradient)
-
-    def nearest_token_counts(self) -> bool:
-        """Return whether the last but one token of a document changes the gradient of the last label, as it should.
-
-        If labels are shifted both by the data and by the model, the state that predicts a label has not seen this
-        token. The result is True also if all tokens are equal, so that no change can be seen.
-        """
-        document = self._longest_with_one_label()
-        tokens = document["input_ids"]
-        new_token = self._other_token(tokens[-2])
-        if new_token is None:
-            return True
-        changed = document | {"input_ids": [*tokens[:-2], new_token, tokens[-1]]}
-        gap = largest_gap(self.summed_gradient([[changed]]), self.summed_gradient([[document]]))
-        return gap > LARGEST_USEFUL_TOLERANCE
-
-    def _longest_with_one_label(self) -> Document:
-        """Return the longest document, with only its last token trained."""
-        tokens = max(self.documents, key=document_length)["input_ids"]
-        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * (len(tokens) - 1) + tokens[-1:]}
 
     def _other_token(self, token: int) -> int | None:
         """Return the first token of all documents that differs from `token`, or None if all are equal."""
