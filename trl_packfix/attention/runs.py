@@ -28,7 +28,6 @@ Shapes: T rows, H query heads, G key/value heads, D head dimension.
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Unpack
@@ -67,6 +66,11 @@ def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
         q_bounds, k_bounds = np.pad(ends, ((1, 0), (0, 0))).T
     if on_cpu:
         _check_kv_index(pack.kv_index.numpy(), q_bounds, k_bounds)
+    return _runs_between(q_bounds, k_bounds)
+
+
+def _runs_between(q_bounds: np.ndarray, k_bounds: np.ndarray) -> list[RowsAndKeys]:
+    """Return the runs with these boundaries of rows and of keys, (runs + 1,) each. Runs without rows are left out."""
     spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
     return [RowsAndKeys(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
 
@@ -119,23 +123,13 @@ def attend_shared_on_cpu(
     """
     runs = runs_of(pack)
     if chunk is not None:
-        runs = [piece for run in runs for piece in _cut_run_at_chunks(run, chunk)]
+        bounds = (pack.cu_seq_lens_q, pack.cu_seq_lens_k)
+        longest = (pack.max_length_q, pack.max_length_k)
+        whole = KernelLaunch(bounds, longest, queries=slice(None), keys=pack.kv_index)
+        pieces = _cut_launch_at_chunks(whole, query.shape[2], chunk)
+        q_bounds, k_bounds = (bounds.numpy() for bounds in pieces.cu_seq_lens)
+        runs = _runs_between(q_bounds, k_bounds)
     return flash_on_cpu(query, key, value, runs, pack.kv_index, **options)
-
-
-def _cut_run_at_chunks(run: RowsAndKeys, chunk: int) -> Iterator[RowsAndKeys]:
-    """Yield the rows of a run in each chunk of its document, with the keys in the chunk."""
-    # Tokens are counted in the document: the first `num_earlier` are the prefix. Chunks that end in it have no rows.
-    num_earlier = run.num_earlier_keys  # keys of the run, without its own rows
-    first_chunk_start = num_earlier // chunk * chunk
-    token_to_row = run.rows.start - num_earlier
-    for chunk_start in range(first_chunk_start, run.num_keys, chunk):
-        chunk_stop = min(chunk_start + chunk, run.num_keys)
-        first_token = max(chunk_start, num_earlier)
-        yield RowsAndKeys(
-            rows=slice(first_token + token_to_row, chunk_stop + token_to_row),
-            keys=slice(run.keys.start + chunk_start, run.keys.start + chunk_stop),
-        )
 
 
 def attend_pack_on_cuda(
