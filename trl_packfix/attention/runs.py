@@ -121,6 +121,7 @@ def attend_shared_on_cpu(
     Args:
         chunk: tokens of a chunk; None without chunks.
     """
+    assert pack.kv_index is not None, "documents share no rows"
     runs = runs_of(pack)
     if chunk is not None:
         bounds = (pack.cu_seq_lens_q, pack.cu_seq_lens_k)
