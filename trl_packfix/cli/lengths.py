@@ -28,7 +28,7 @@ class LengthRows(RowReader):
 
     Attributes:
         lengths: tokens of each row, (N,) for N rows.
-        files: the files of the table, beside which a planner caches spans of documents; none here.
+        files: the files of the table. A planner writes its caches into their folder; without files nothing is cached.
     """
 
     lengths: Int64Array
@@ -42,7 +42,7 @@ class LengthRows(RowReader):
         return np.zeros(len(self), dtype=bool)
 
     def digests(self, rows: Int64Array) -> bytes:
-        return b""  # hashes of the tokens of rows, and there are no tokens
+        return b""  # would be hashes of the tokens of rows, and there are no tokens
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         return stop - start
@@ -54,8 +54,8 @@ class LengthRows(RowReader):
 def read_lengths(path: Path) -> Int64Array | None:
     """Return the lengths in a file of lengths, (N,), in tokens; None for every other file.
 
-    A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
-    `.csv` with a column named `length` or `lengths`, or with one column of numbers without a name.
+    A file of lengths is `.npy` with one array, `.txt` with numbers separated by whitespace, `.json` with a list of
+    numbers, or `.csv` with a column named `length` or `lengths`, or with one column of numbers without a name.
 
     Raises:
         ValueError: it is a file of lengths, and holds something else than lengths.
@@ -69,7 +69,7 @@ def read_lengths(path: Path) -> Int64Array | None:
             # Texts of whole numbers become numbers; the text of a float such as "1.5" is refused
             lengths = lengths.astype(np.str_).astype(np.int64)
     except (ValueError, OverflowError):
-        # The values are not numbers, or above int64. An empty array is refused below.
+        # The values are not numbers, or above int64. This empty array is refused below, as any other bad value.
         lengths = np.zeros((0, 0))
     if lengths.ndim == 1 and len(lengths) and lengths.max() > MAX_LENGTH:
         raise ValueError(
@@ -121,4 +121,5 @@ def _read_values(path: Path) -> Any:
                 f"{path}: lengths are read from its column {names[column]!r}; the other columns "
                 f"({', '.join(unread_names)}) are not read. To tokenise its rows instead, rename that column."
             )
+        # A row that is too short gets "", which `read_lengths` refuses because it is no number
         return [row[column] if column < len(row) else "" for row in rows]

@@ -15,7 +15,7 @@ from .flags import Subparsers, setting_named
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of `train`. Its flags are those of TRL's config classes, which are imported only when it runs."""
+    """Add the parser of `train`, without flags. `run_train` imports TRL's config classes, and parses their flags."""
     parser = subparsers.add_parser(
         "train",
         help="fine-tune on packed documents: the flags and config files of `trl sft`, and the fields of packing",
@@ -36,10 +36,10 @@ def run_train(args: argparse.Namespace) -> int:
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     configs = parse_configs([*rank, *args.unparsed_words])
     trainer: Any = make_trainer(configs)
-    # Errors become a ValueError that names the setting and gives the advice
+    # Errors become a ValueError: "`--optim NAME` was given. It cannot be loaded: ... Give another optimizer, or ..."
     with setting_named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
-        # Check that the optimizer is installed before training tests the model, which takes long. Training looks for it
-        # only afterwards
+        # Check now that the optimizer is installed. Training would look for it only after the test that documents of a
+        # pack do not see each other, which takes long
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     # All settings are read and checked. `cli/__init__.py` raises an error from here on with its traceback.
     args.shows_traceback = True
