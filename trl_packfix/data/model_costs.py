@@ -10,8 +10,8 @@ model, before its weights are loaded:
                      config.
     scans            a recurrent layer carries a state from token to token, in a *scan*. What it computes with the state
                      is no product with parameters, so it is counted by the sizes of the modules.
-    cost per value   with images, what the vision tower computes for each value (a color of a pixel), by the
-                     parameters of the tower (`with_tower`).
+    cost per value   with images, what the vision tower computes for each value (a color of a pixel): two FLOPs for each
+                     parameter and patch, divided by the values of a patch (`with_tower`).
 """
 
 import copy
@@ -61,7 +61,7 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
     try:
         model = build_on_meta(text_class, config_part)
         scans = (_scan_of_layer(module) for _, module in model.named_modules(remove_duplicate=False))
-        # Layers with equal scans become one entry with the number of these layers
+        # Layers with equal scans become one entry with their number; layers that share one module count separately
         layers_by_scan = Counter(scan for scan in scans if scan is not None)
         different_scans = tuple(scan._replace(layers=number) for scan, number in layers_by_scan.items())
         return decoder_costs_of(text, per_token=2.0 * active_parameters(model), scans=different_scans)
@@ -110,8 +110,9 @@ def with_tower(
     Args:
         costs: the costs of the language model.
         config: the config of the whole model.
-        model_class: class of the whole model, if transformers has none for the config.
-        is_trained: whether the tower has a trained weight. Otherwise it has no backward pass, and costs a third.
+        model_class: class of the whole model; by default, the class that transformers has for the config.
+        is_trained: whether the tower has a trained weight. Otherwise it has no backward pass, which costs twice as
+                much as the forward pass, so it costs a third.
         lora: the adapters, if only they are trained. Then the tower is trained if it gets any.
 
     Returns:
@@ -151,7 +152,7 @@ def with_tower(
 
 
 def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the module of a model whose config is `config.vision_config`; None if there is none."""
+    """Return the first module whose config has the class of `config.vision_config`; None if there is none."""
     config_class = type(getattr(model.config, "vision_config", None))
     towers = (
         module
@@ -208,8 +209,9 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
 
     A scan carries a state from token to token, which decays (`A_log`). The costs are the costs of fast kernels, which
     compute it in chunks of tokens. The code of transformers in torch costs more, because it repeats the keys of Mamba-2
-    for each head. `per_token` and `per_pair` are FLOPs: two for each multiplication with an addition. What is exchanged
-    are the numbers that ranks send each other for a token, with sequence parallelism (`ScanCosts`).
+    for each head. `per_token` and `per_pair` are FLOPs: two for each multiplication with an addition. A pair is two
+    tokens of one chunk. `exchanged_per_head` and `exchanged_per_kv_head` count the numbers that ranks send each other
+    for a token, with sequence parallelism (`ScanCosts`).
 
     Returns:
         The costs, or None if the module is not a recurrent layer of a known kind.
@@ -239,8 +241,8 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
             layers=1,
             heads=channels,
             kv_heads=1,
-            # The token is written to the state, and read from it. The decays are parameters, so `active_parameters`
-            # counts their two operations
+            # The token is written to the state, and read from it. The product of the state and the decays is not in
+            # here: `active_parameters` counts two operations for each parameter, and so for each decay in `A_log`
             per_token=4.0 * channels * state_dim,
             chunk=1,
             per_pair=0.0,
