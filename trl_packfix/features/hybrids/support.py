@@ -3,8 +3,8 @@
 A *mixer* is a layer that mixes the tokens of a row without attention, by a convolution or a recurrence, as in Mamba. In
 a pack, several documents end to end in one row, tokens of one document would change the results of the next document.
 
-Other modules find the object `MIXERS` of this module through `attention/mixer_support.py`, whose interface it
-implements. The functions that compute convolutions and recurrences of packs are in `mixers.py`.
+`MIXERS` implements the interface `MixerSupport` of `attention/mixer_support.py`, through which other modules find it.
+The functions that compute convolutions and recurrences of packs are in `mixers.py`.
 """
 
 import sys
@@ -45,7 +45,7 @@ class HybridMixers(MixerSupport):
     """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
 
     def replaced_functions(self, model: nn.Module) -> ReplacedValues:
-        """Return what replaces the functions of the model's mixers while a packed forward runs."""
+        """Return what replaces the functions of the model's mixers, from its `enter` to its `leave`."""
         return ReplacedValues(mixer_function_places(model), _make_replacement)
 
     def config_has_mixers(self, config: PreTrainedConfig) -> bool:
@@ -79,7 +79,7 @@ class HybridMixers(MixerSupport):
         return max(sizes, default=0)
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
-        """Return the sorted names for pip of packages with missing kernels; None if no known kernel is used."""
+        """Return the sorted pip names of kernel packages that are not installed; None if no known kernel is used."""
         # (package, whether it is installed) of each function that has a kernel
         kernels = [find_kernel_package(namespace[name]) for namespace, name in mixer_function_places(model)]
         known_kernels = [kernel for kernel in kernels if kernel is not None and kernel[0] in PIP_NAMES]
@@ -91,7 +91,7 @@ class HybridMixers(MixerSupport):
 MIXERS = HybridMixers()
 
 
-@cache  # once per process, for all models: a new function would make torch compile the graphs that call it again
+@cache  # once per process, for all models: each new function makes torch recompile the graphs that call it
 def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the replacement of `function`, which has this name in `MIXER_REPLACEMENTS`.
 

@@ -10,8 +10,8 @@ Words:
             sequence: its queries are the rows of the run, its keys are all rows of the document.
     target  a trained token. The row before it predicts it.
 
-A row has one next token. The last common token has two, so it is not shared: in this example the two documents have
-A B C in common, and share A B.
+A row has one next token. The last common token has two, so it is not shared, unless the documents are equal. Here the
+two documents have A B C in common, and share A B.
 
     documents      A B C D, A B C E F
     input_ids      A B C D | C E F           the runs, one after the other
@@ -22,7 +22,8 @@ A B C in common, and share A B.
     labels         . B C D | . E F           . is -100
     num_documents  2 2 1 1 | 1 1 1           number of documents that each row belongs to
 
-Documents without a trained token are not counted in `num_documents`.
+Documents without a trained token are not counted in `num_documents`, by which the load-balancing loss of experts
+weighs the rows.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,9 @@ class PrefixCollator(PackedDataCollator):
         keeps_last_rows: give a row to a document whose only unshared token is its last token. No document is trained on
             the output of this row, but a router of experts counts its token in the load-balancing loss.
         shares: whether documents share rows. If False, the batch is equal to the batch of `PackedDataCollator`.
-        compare: documents -> what is compared of each of them. It is needed for documents with images, because the
-            placeholders of all images are equal tokens. None compares the tokens.
+        compare: returns for each document its `ComparedContent`: one number for each token, and the tokens of images.
+            It is needed for documents with images, because the placeholders of all images are equal tokens. None
+            compares the tokens.
 
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
@@ -90,7 +92,7 @@ class PrefixCollator(PackedDataCollator):
             The document indices in sorted order; the number of rows that each of them shares with the document before
             it in this order; and the compared content of each document, in the order of `documents`.
         """
-        # If all tokens are trained, the labels are the array of the tokens itself, and nothing is compared below
+        # If all tokens are trained, `labels` has the array of the tokens itself, and `may_share` need not look at it
         tokens, labels = self._read(documents)
         compared = [ComparedContent(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
@@ -101,7 +103,7 @@ class PrefixCollator(PackedDataCollator):
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
-            for first, stop in compared[i].images:
+            for first, stop in compared[i].images:  # first token of the image, and the token after its last
                 if first < shared[place] < stop:  # the shared rows end inside this image, so only rows before it remain
                     shared[place] = first if first >= self.min_shared else 0
         not_sharing = sorted(set(range(len(tokens))) - set(may_share))
@@ -169,7 +171,7 @@ class PrefixCollator(PackedDataCollator):
         first_positions = [run.first for run in runs]
         keys = [rows_of_documents[run.document] for run in runs]
         num_rows = sum(map(len, run_tokens))
-        padding = self._num_padding(num_rows, degree)  # rows of padding
+        padding = self._num_padding(num_rows, degree)  # rows of padding, see `_num_padding`
         if padding:
             run_tokens.append(np.full(padding, self.pad_token_id, dtype=np.int64))
             first_positions.append(0)
@@ -218,10 +220,11 @@ class PrefixCollator(PackedDataCollator):
                 target_documents=torch.from_numpy(target_documents.astype(np.int64)),
                 num_documents=torch.from_numpy(num_documents),
                 lengths=torch.from_numpy(lengths),
-                # Per document: its tokens that have no row in its run, the last token without a row included
+                # Per document: its tokens that are not in its run. A last token without a row counts, too
                 shared=torch.from_numpy(lengths - run_length_of_document),
                 trained=torch.from_numpy(np.bincount(target_documents, minlength=len(tokens))),
+                # On the host, so that attention need not wait for the device to know the lengths
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
-                group=ALONE,
+                group=ALONE,  # the batch is a whole pack, not the part of one rank
             ),
         }

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixSharing(Feature):
-    """The feature that documents of a pack compute a common beginning once. `Feature` describes attributes and hooks.
+    """The feature that computes a common beginning of documents once. `Feature` describes attributes and hooks.
 
     Args:
         setting: "pack", where documents share if they happen to be in one pack; or "family", where documents
@@ -26,7 +26,7 @@ class PrefixSharing(Feature):
     """
 
     is_on = True
-    # Parts of messages; `Feature` says of which
+    # Parts of messages; the comments in `Feature` say what each of them names
     packs_text = "documents share prefixes"
     documents_text = "documents that share prefixes"
     off_text = '`share_prefixes="off"`'
@@ -35,9 +35,9 @@ class PrefixSharing(Feature):
     def __init__(self, setting: str, plain: Feature = PLAIN):
         self.setting = setting
         self._plain = plain
-        # Whether documents that begin alike are planned as one unit
+        # Whether documents that begin alike are planned as one unit: only with "family"
         self.regroups = setting in FIELDS["share_prefixes"].regrouping
-        self.settings = {"share_prefixes": setting}
+        self.settings = {"share_prefixes": setting}  # the fields of `Packing` that switch the feature on
 
     @property
     def plain(self) -> Feature:
@@ -58,7 +58,7 @@ class PrefixSharing(Feature):
         )
 
     def sort_tokens(self, reader: Any, documents: Any) -> Any:
-        """Return the `TokenOrder` of the documents of a reader; None if no units are made of it."""
+        """Return the `TokenOrder` of the documents of a reader; None for "pack", which plans no families."""
         if not self.regroups:
             return None
         from .tokens import token_order
@@ -69,7 +69,7 @@ class PrefixSharing(Feature):
         """Return the units of families: a family, or its pieces where it is too long for a pack.
 
         Args:
-            units: one unit for each document. They are returned if families are no units.
+            units: one unit for each document. They are returned for "pack".
             planner: the `EpochPlanner` of the run.
             step_of_documents: the optimizer step of each document, shape (N,), if another strategy has chosen it. Then
                 all documents of a unit have the same step.
@@ -82,8 +82,9 @@ class PrefixSharing(Feature):
         assert tokens is not None, "documents are not sorted by their tokens"
         if step_of_documents is None:
             return make_family_pieces(planner, tokens)
-        # `within` sorts the documents of each step by themselves, so families do not cross steps. Elsewhere copies of a
-        # document are spread over the epoch. Here their steps are chosen already, so copies may be in one family.
+        # `within` sorts the documents of each step by themselves, so families do not cross steps. Copies are documents
+        # with equal tokens. Otherwise they are in different families, to be spread over the epoch. Here their steps are
+        # chosen already, so they may be in one family.
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
@@ -100,7 +101,7 @@ class PrefixSharing(Feature):
         return PrefixCollator(**vars(collator), keeps_last_rows=keeps_last_rows, compare=compare)
 
     def in_evaluation(self, *, can_sort: bool, shares: bool) -> Feature:
-        """Return the feature of the packs of an evaluation. All three give a document the same result.
+        """Return the feature of the packs of an evaluation. Each feature gives a document the same result.
 
         Args:
             can_sort: whether the documents can be sorted by their tokens. If not, there are no families, and documents
@@ -112,7 +113,10 @@ class PrefixSharing(Feature):
         return self if can_sort else PrefixSharing("pack", self.plain)
 
     def make_probe_class(self, probe_class: Any) -> Any:
-        """Return the class of probes whose packs share prefixes, of text or of images as all packs of the run."""
+        """Return the class of probes whose packs share prefixes, and hold images if other packs of the run do.
+
+        A probe tests before training that documents of a pack do not change each other's results.
+        """
         probe_class = self.plain.make_probe_class(probe_class)
         if probe_class.has_further_examples:  # the probe has documents with images
             from .images import ImagePrefixProbe
@@ -144,7 +148,7 @@ class PrefixSharing(Feature):
         logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
 
     def report_section(self, planner: Any) -> Any:
-        """Return the `PrefixSavings` of a run with this planner."""
+        """Return the `PrefixSavings` of a run with this planner, for the report on its packs."""
         from .savings import planned_savings
 
         return planned_savings(planner)
