@@ -17,8 +17,8 @@ a feature packs together because they begin alike. A *pack* is a set of document
 its *capacity* is the largest number of rows that it may hold. A *row* (here never a row of the dataset) is a token of a
 pack; where documents share it as their common prefix, it is one row. A *slot* is the place of one pack: one micro-batch
 of one optimizer step on one rank. `Bins` describes the slots of a step. With sequence parallelism a *group* of
-neighbouring ranks shares a pack; the number of ranks in a group is its *degree*. The *unpacked run* is the training
-that TRL would do with the same config and without packing.
+neighbouring ranks shares a pack, which takes a slot of each rank; the number of ranks in a group is its *degree*. The
+*unpacked run* is the training that TRL would do with the same config and without packing.
 
 A new option of planning begins with a field of `Packing`, named as in `SFTConfig`. Letters: N documents, U units.
 """
@@ -76,13 +76,14 @@ class Packing:
     drop_last: bool = False
 
     # The size of an optimizer step. If it changes, a restart can plan the documents that are not trained yet anew.
-    # `batch_size` counts the documents in a micro-batch of the unpacked run; packs depend on it by their capacity.
+    # `batch_size` counts the documents in a micro-batch of the unpacked run. Without `tokens_per_rank`, the capacity of
+    # a pack is `batch_size * max_length`.
     batch_size: int = 1
     accumulation: int = 1
     world_size: int = 1
 
     # What may share a pack
-    tokens_per_rank: int | None = None  # most tokens of a pack on one rank; None without sequence parallelism
+    tokens_per_rank: int | None = None  # most rows of a pack on one rank; None without sequence parallelism
     # "family" plans documents that begin alike as one unit. "pack" shares the prefixes only of documents that are in
     # one pack anyway, so it has the same plans as "off".
     share_prefixes: SharePrefixes = "off"
@@ -103,7 +104,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         """Replace `degrees=()` by all possible degrees, which `parallel` finds."""
-        # `object.__setattr__`, because the dataclass is frozen
+        # `object.__setattr__`, because the dataclass is frozen. `parallel` is cached, and has these degrees already
         object.__setattr__(self, "degrees", self.parallel.degrees)
 
     # Sizes
@@ -119,6 +120,7 @@ class Packing:
         if self.tokens_per_rank is None:
             return SequenceParallel(tokens_per_rank=self.batch_size * self.max_length)
         # This is called even if `degrees` is set, because it refuses a `max_length` for which no group is large enough.
+        # A degree cannot exceed the number of attention heads, which the cost model knows.
         all_degrees = possible_degrees(
             self.max_length, self.tokens_per_rank, self.world_size, num_heads=self.cost_model.heads
         )
@@ -126,7 +128,7 @@ class Packing:
             tokens_per_rank=self.tokens_per_rank,
             smallest=smallest_degree(self.max_length, self.tokens_per_rank),
             degrees=self.degrees or all_degrees,
-            fill=FILL,  # a little below 1, see `planned_capacity`
+            fill=FILL,  # a little below 1, which is the default; see `planned_capacity`
             speeds=self.speeds or Speeds(),
         )
 
@@ -231,7 +233,8 @@ class Packing:
         # With several degrees the documents of a step are dealt anew to groups of other sizes, which needs some room.
         # With one degree the packs are trained as they are, and may be full.
         capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity
-        # As in `plan`, a longer document is counted as `capacity`, and gets a pack of its own.
+        # As in `plan`, a longer document is counted as `capacity`, and gets a pack of its own. Only the planned
+        # capacity can be below `max_length`.
         shortened = (min(length, capacity) for length in lengths)
         longest = min(self.max_length, capacity)
         return iter(StreamPacker(shortened, capacity, self.buffer_size, longest, bytes_of, most_bytes))
@@ -290,9 +293,9 @@ class Packing:
         """
         unused = NOT_OF_PACKS if result == "packs" else frozenset()
         values = {name: getattr(self, name) for name in CONFIG_NAMES if name not in unused}
-        # Of the setting of a feature, one thing matters for packs: whether several documents are one unit with this
-        # value (`regrouping` has these values). So a plan made with `share_prefixes="off"` is also valid for "pack",
-        # but not for "family".
+        # Of the setting of a feature, one thing matters for packs, and so for schedules: whether several documents are
+        # one unit with this value (`regrouping` has these values). So a plan made with `share_prefixes="off"` is also
+        # valid for "pack", but not for "family".
         for name, feature_field in FIELDS.items():
             values[name] = getattr(self, name) in feature_field.regrouping
         return hashlib.sha256(repr(values).encode()).hexdigest()
@@ -314,12 +317,12 @@ DEALING = frozenset(("balance", "synchronisation", "degrees", "speeds", "cost_mo
 """Fields that only say how a step is dealt to slots. A restart ignores changes, as all steps keep their documents."""
 
 REPLANNED_SETTINGS = frozenset(("per_device_train_batch_size", "gradient_accumulation_steps", "world_size"))
-"""Config names of the settings that a restart may change: it plans the rest of an epoch, or of a pass, anew."""
+"""Config names of the settings that a restart may change: it plans the rest of an epoch or of a stream's pass anew."""
 
 ONLY_OF_TABLES = frozenset(("seed", "shuffle", "drop_last", "share_prefixes"))
 """Fields that change nothing for a stream, so a restart of a stream does not compare them."""
 
-# For which values of a field is a cached plan valid? Without the field in this set, only for the value that it had.
+# For which values of a field is a cached plan valid? If the field is not in this set, only for the value that it had.
 
 NOT_OF_PACKS = DEALING | {"drop_last", "accumulation", "world_size"}
 """Fields that decide only where packs are trained, and not which packs the first epoch has.
@@ -340,7 +343,7 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Chang
     Args:
         before: saved settings, by their names in the config or in `Packing`. A setting that is missing, because an
             earlier version did not save it, had its default value.
-        now: the settings of this run, by their names in the config.
+        now: the settings of this run, by their names in the config, and other values to compare.
 
     >>> compare_settings({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
     {'seed': (0, 1), 'per_device_train_batch_size': (2, 1)}
