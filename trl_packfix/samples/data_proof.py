@@ -4,17 +4,18 @@ A chat template renders the keys that it knows, and ignores all other keys witho
 text of a few rows. These rows have every kind of text in the dataset (`text_kinds.py`). They are rendered as training
 renders them, with the chat template or with the user's `formatting_func`, and the marks are looked for: a text whose
 mark is missing is omitted from training, and a text whose mark is there twice is repeated. A number is marked by
-replacing it with a rare number. A boolean or a null cannot be marked: it is replaced by another value, and the rendered
-row must change. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a dataset or warns.
+replacing it with a rare number. A boolean or a null (of tools and arguments) cannot be marked: it is replaced by
+another value, and the rendered row must change. The result is a `DataReport` (`data_report.py`), by which
+`make_samples.py` refuses a dataset or warns.
 
 A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares a text
 with a value, such as `if content == "..."`. Then one text is marked at a time. A text that changes the rendered row
 even then is counted as not tried.
 
 Words: the *kind* of a text is its path in the row (such as `tool_calls[].function.name`), the role of its message, and
-the place of this message in the conversation. Some kinds are facts about a row, for example that a column is not read;
-`KindReader` lists them, and the imported names of their paths (`CONTROL`, `PLACEHOLDER_FOUND`, ...) are in
-`text_kinds.py`. The *shape* of a row is the set of all its kinds.
+the place of this message in the conversation. A fact about a row, for example that a column is not read, is written as
+a kind, too, with a path of its own. `KindReader` lists these, and `text_kinds.py` has the names of their paths
+(`CONTROL`, `PLACEHOLDER_FOUND`, ...). The *shape* of a row is the set of all its kinds.
 """
 
 import inspect
@@ -137,7 +138,7 @@ def _make_kind_reader(dataset: Dataset | IterableDataset, rendering: Rendering) 
     tokenizer: Any = plain_tokenizer(rendering.tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of Mistral have none
     control = {token.content for token in added.values() if token.special}
-    if has_images(dataset):  # texts may have placeholders of images
+    if has_images(dataset):  # texts may have their placeholders, which have "image" in their name (`MEDIA`)
         control = {token for token in control if not MEDIA.search(token)}
     pattern = "|".join(re.escape(token) for token in sorted(control, key=len, reverse=True))
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -159,7 +160,7 @@ class _Proof:
         self.row_kinds = row_kinds
         self.kinds = row_kinds.kinds
         self.rendering = rendering
-        self.structs = reader.structs  # features of columns whose dictionaries have keys that Arrow added
+        self.structs = reader.structs  # features of columns whose dictionaries get all keys of the column from Arrow
         self.bos = reader.bos
         self.num_rendered = 0
         self.num_with_bos = 0  # rows that `formatting_func` begins with BOS
@@ -218,7 +219,7 @@ class _Proof:
             messages = messages[1:]  # the first message of a `FormattedRow` is the row itself
         message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(messages, {})}
         columns = {name: value.strip() for name, value in row.items() if isinstance(value, str)}
-        # A value shorter than that may be in the text by chance.
+        # A value shorter than that (64 characters) may be in the text by chance.
         long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
         self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
         changed = [name for name in self.structs if raw_row.get(name) != row.get(name)]
@@ -287,7 +288,7 @@ class _Proof:
         if leaf.kind.role != "assistant" or self.rendering.per_turn:
             return "left out"
         # A conversation may have thousands of turns, so only the first texts of a kind are rendered up to their turn.
-        # The others count like them, as "left out" if any of them is
+        # Each further text counts as "left out" if any of these is, and else as "left out later"
         if states["left out"] + states["left out later"] >= MAX_TRIED_PER_KIND:
             return "left out" if states["left out"] else "left out later"
         up_to_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
@@ -303,6 +304,7 @@ class _Proof:
                 self.num_with_bos += 1
             self._note_badly_written_values(list(messages[0].items()), text)  # its first message is the row itself
             return
+        # A role is unknown if its name is all that the template takes from it: another name changes the name alone
         for role in {message["role"] for message in messages} - {*KNOWN_ROLES}:
             renamed = [message | {"role": UNKNOWN_ROLE} if message["role"] == role else message for message in messages]
             renamed_text = self.rendering.text_or_none(replace(conversation, messages=renamed))
@@ -310,7 +312,7 @@ class _Proof:
                 self.unknown_roles.add(role)
         values = [("content", message.get("content")) for message in messages]
         calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
-        for call in calls:
+        for call in calls:  # a call may have its name and arguments without `function` around them
             values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
         self._note_badly_written_values(values, text)
@@ -401,10 +403,10 @@ class _Proof:
                 f"have keys in `{name}` that are None only because other rows have them; they are taken out",
                 self._kinds_with_path(f"{NULL_IN}{name}"),
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
-                severity="mended",
+                severity="mended",  # this package corrects the rows
             )
         # transformers removes control tokens from texts ("sanitises" them) only if it returns no mask of the
-        # assistant's tokens, and `per_turn` needs no mask
+        # assistant's tokens. `per_turn` needs no mask, so the remedy asks for it where a mask would be needed
         per_turn = " and set `per_turn=True`" if self.rendering.trains_assistant and not self.rendering.per_turn else ""
         needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
         yield from self._yield_finding(
@@ -514,13 +516,15 @@ class _Proof:
     def _train_key_findings(self) -> Iterator[Finding]:
         """Yield findings of keys that exclude messages from training, but are not read.
 
-        There are three cases: `assistant_only_loss=False`, where no key is read; a key with the value 0 that is not
-        `message_train_key`; and a key that is neither 0 nor 1. The paths of these kinds are "KEY=0" and "KEY=number".
+        A message is excluded if its key `message_train_key` is 0. There are three cases: `assistant_only_loss=False`,
+        where no key is read; a key with the value 0 that is not `message_train_key`; and a key that is neither 0 nor 1.
+        The paths of these kinds are "KEY=0" and "KEY=number".
         """
         train_key = self.rendering.train_key
         if not train_key:
             return
         is_read = self.rendering.trains_assistant
+        # Rows that have the key that is read are not reported for other keys
         train_key_kinds = self._kinds_below(f"{train_key}=")
         for path in sorted({kind.path for kind in self.kinds if kind.path.endswith("=0")}):
             key = path.removesuffix("=0")
@@ -540,7 +544,7 @@ class _Proof:
                 severity="error" if key in (train_key, *TRAIN_KEYS) else "note",
             )
         for key in TRAIN_KEYS:
-            if not (key == train_key and is_read):  # such a row is refused when samples are made
+            if not (key == train_key and is_read):  # the samples refuse a bad value of the key that is read
                 yield from self._yield_finding(
                     f"have messages with a `{key}` that is neither 0 nor 1, which is not read",
                     self._kinds_with_path(f"{key}=number", "assistant" if is_read else None),
