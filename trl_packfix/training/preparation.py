@@ -37,8 +37,9 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
 
     Returns:
         A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised stays in the table
-        without tokens, with the reason in the column `BAD_ROW_COLUMN`. The second value says how many conversations
-        `per_turn` has split into how many samples; it is None without `per_turn`, or if the table is tokenised.
+        without tokens, with the reason in the column `BAD_ROW_COLUMN`, and is dropped when documents are made of rows.
+        The second value says how many conversations `per_turn` has split into how many samples, one for each trained
+        turn; it is None without `per_turn`, or if the table is tokenised.
     """
     check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
@@ -52,7 +53,7 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
         args,
         tokenizer=processing_class,
         completion_only_loss=trains_only_completions(args),
-        keeps_bad_rows=True,
+        keeps_bad_rows=True,  # only with `bad_rows="drop"`
     )
     assert isinstance(prepared.rows, Dataset)
     return prepared.rows, prepared.turns
@@ -66,7 +67,7 @@ def check_data(
     formatting_func: FormattingFunction | None = None,
     name: str = "train",
 ) -> DataReport:
-    """Report whether the tokens that training would make contain everything that the rows of a dataset give, once.
+    """Report whether the tokens that training would make contain each text of the rows of a dataset exactly once.
 
     Marks are put into the texts of a few rows. These are chosen so that every kind of text is in one of them: contents,
     thoughts, tool calls and their arguments, tools. They are followed through the chat template. No model is needed,
@@ -106,10 +107,10 @@ def check_data(
 def rendering_of(
     processing_class: Any, args: trl.SFTConfig | None, formatting_func: FormattingFunction | None = None
 ) -> Rendering:
-    """Return the object that makes texts of rows as a trainer does. It uses a copy of the tokenizer or processor."""
+    """Return the object that makes texts of rows as a trainer does. `args` set up a copy of the tokenizer."""
     if args is None:
         return Rendering(processing_class, formatting_func=formatting_func)
-    ours = adopt_args(args, default_output_dir="output")
+    ours = adopt_args(args, default_output_dir="output")  # as our `SFTConfig`
     processing_class = copy.deepcopy(processing_class)
     _set_up(processing_class, ours)
     return Rendering.from_args(ours, processing_class, formatting_func)
@@ -119,7 +120,7 @@ def check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -
     """Refuse what a trainer refuses, and set the tokenizer up as TRL does."""
     # First refuse settings that cannot be combined, and datasets that cannot be used
     refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
-    check_datasets(args, dataset, eval_dataset=None, is_formatted=False)
+    check_datasets(args, dataset, eval_dataset=None, is_formatted=False)  # no `formatting_func`
     # Then set EOS, chat template and pad token
     _set_up(processing_class, args)
 
@@ -145,5 +146,5 @@ def _set_up(processing_class: Any, args: SFTConfig) -> None:
         processing_class.chat_template = other_tokenizer.get_chat_template()
         added_tokens = other_tokenizer.added_tokens_decoder.values()
         tokenizer.add_tokens([token for token in added_tokens if token.content not in vocabulary])
-        tokenizer.eos_token = other_tokenizer.eos_token
+        tokenizer.eos_token = other_tokenizer.eos_token  # as TRL does, even if `eos_token` is set
     tokenizer.pad_token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
