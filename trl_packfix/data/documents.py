@@ -117,8 +117,8 @@ class Documents:
     image_squares: Int64Array | None = None
     image_start: Int64Array | None = None  # first token of the first image in the document; 0 without an image
     image_stop: Int64Array | None = None  # the token behind the last image in the document; 0 without an image
-    # Hashes of the documents. A restart compares them, to find out whether the data has changed. Empty if the documents
-    # were only counted
+    # Hashes of the documents. A restart compares them, to find out whether the data has changed. `cached_documents`
+    # (`cache.py`) sets it; else it is empty
     fingerprint: str = ""
     file: Path | None = None  # the cache file of the documents; plans are cached beside it
 
@@ -151,7 +151,8 @@ class Documents:
         token_order = self.token_order
         if token_order is not None:
             # `within` keeps the documents of group 0 in their order, and omits those of group -1. It computes anew how
-            # many tokens each document has in common with the one before it (`common`). Then only the numbers change
+            # many tokens each document has in common with the one before it (`common`). What is left to do is to
+            # replace the numbers of documents in `order` by those that they have in the selection
             token_order = token_order.within(np.where(mask, 0, -1))
             new_number = np.cumsum(mask) - 1
             token_order = replace(token_order, order=new_number[token_order.order])
@@ -230,7 +231,7 @@ def make_documents(
     elif max_length is not None:
         if overlong == "truncate" and reader.image_stops is not None:
             # Training drops the documents with an image that truncating would cut. Evaluation and prediction need all
-            # rows, so they refuse such documents
+            # rows, so they refuse such documents. Only the end can be truncated: TRL refuses "keep_end" with images
             spans = _drop_cut_images(spans, reader.image_stops, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
@@ -354,7 +355,9 @@ def _split_documents(
 
 
 def _drop_cut_images(spans: Documents, image_stops: Int64Array, max_length: int, *, needs_all_rows: bool) -> Documents:
-    """Drop the documents, each of which is a row, with an image behind `max_length` tokens: truncating would cut it.
+    """Drop the documents with an image that ends behind `max_length` tokens. Truncating would cut the image.
+
+    With images each document is a whole row, so places in the row are places in the document.
 
     Args:
         spans: N documents.

@@ -204,7 +204,7 @@ def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
 
 
 def _draw_loss(axes: "Axes", *, entries: Log) -> None:
-    """Draw the loss of training as a line, and the loss of each evaluation as a point."""
+    """Draw the loss of training as a line, and the losses of evaluations as points on a dashed line."""
     for name, style, label in (("loss", "-", "training"), ("eval_loss", "o--", "evaluation")):
         points = [(entry["step"], entry[name]) for entry in entries if name in entry]
         if points:

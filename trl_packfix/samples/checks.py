@@ -104,7 +104,7 @@ def check_raw_dataset(
 
 
 def _check_forms(dataset: Dataset, name: str, args: TurnSettings) -> int:
-    """Return how many rows of a table are plain text; refuse a table without text, and rows as `check_raw_dataset`."""
+    """Return how many rows of a table are plain text. Refuse a table or rows without text, see `check_raw_dataset`."""
     # For example [(("messages",), [True, False]), (("text",), [False, True])] for a table of two rows: columns that are
     # tokenised together, and for each row whether they are its text
     forms = [*texts.forms_of_table(dataset, args.dataset_text_field)]
@@ -196,7 +196,8 @@ def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object,
         if args.per_turn:
             check_rows(dataset, name)
             check_conversations(dataset, name)
-        # A function of the user makes the text of its rows, or `check_raw_dataset` refuses it as a table without rows
+        # There is nothing to check here if a function of the user makes the text of the rows, and if there are no rows:
+        # then `check_raw_dataset` refuses the table
         if is_formatted or has_transform(dataset) or next(iter(dataset.take(1)), None) is None:
             continue
         # TRL accepts an evaluation set of plain text, and evaluates all its tokens

@@ -32,7 +32,7 @@ BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens
 ROW_COLUMN = "packfix_row"
 TURN_COLUMN = "packfix_turn"
 BOOKKEEPING_COLUMNS = [ROW_COLUMN, TURN_COLUMN, "packfix_turns", "packfix_context", "packfix_earlier"]
-MAX_ROWS_NAMED = 10  # a message, or a finding of a proof, names at most this many rows
+MAX_ROWS_NAMED = 10  # a message, or a finding of the report on the data, names at most this many rows
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class Sample:
 
     columns: Mapping[str, object]  # tokens, labels, and what was measured of a row with images; empty if bad
     turn: int = -1  # index of the trained message, if the sample trains one turn; else -1
-    counts: AssistantTurnCounts = AssistantTurnCounts()  # turns of the row; zeros in all its samples but the first
+    # Turns of the row. It is zero in all samples of the row but the first, so that sums over samples count a row once
+    counts: AssistantTurnCounts = AssistantTurnCounts()
     reason: str = ""  # why the row or the turn is bad; empty if it is good
 
     @classmethod
@@ -236,7 +237,7 @@ def bad_row_mask(dataset: Dataset) -> npt.NDArray[np.bool_]:
     return pc.fill_null(is_bad, False).to_numpy()  # null: rows that were joined without the column
 
 
-# Libraries whose code decides what is cached: tokens, lengths of images, random orders
+# Libraries whose code decides what is cached: tokens, lengths of images, random orders of documents
 _LIBRARIES = ("datasets", "jinja2", "numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers", "trl")
 
 

@@ -5,9 +5,10 @@ the trainer's own code stay as they are, so nothing in them interrupts a graph. 
 recomputation of a layer is in its graph.
 
 Layers are compiled after the first optimizer step. Before it, the proofs run, which test that documents in a pack do
-not influence each other, and temporary hooks are on the model (`CheckAdapterGradients`). With compiled layers torch
-would compile again for each of them, until it reaches its limit and compiles nothing more. So later proofs run the
-layers uncompiled, too. When training ends or fails, the trainer calls `CompileLayers.undo`.
+not influence each other, and temporary hooks are on the model, such as those that check the gradients of adapters. With
+compiled layers torch would compile again for each proof and each hook, until it reaches its limit and compiles nothing
+more. So proofs later in the run, of longer documents for example, run the layers uncompiled, too. When training ends or
+fails, the trainer calls `CompileLayers.undo`.
 
 torch runs what it cannot compile as it is, without an error. So `CountingBackend` finds out in the second step, the
 first with compiled layers, which layers ran in a graph: their weights are inputs of graphs. The report has the number.
@@ -155,7 +156,8 @@ class CompileLayers(TrainerCallback):
             undo_compilation(layer)
         self._layers = []
         if self._backend is not None:
-            self._backend.stop()  # torch keeps the backend with its graphs, and the layers should be freed
+            # torch keeps the backend with its graphs. `stop` drops its references to the layers, so that they are freed
+            self._backend.stop()
             self._backend = None  # the next training compiles after its first step
 
 

@@ -113,7 +113,7 @@ def load_balancing(
     flows to the part of the pack on this rank.
 
     Args:
-        router_logits: of each layer, the logits of the tokens on this rank, (T / s, experts).
+        router_logits: of each layer, the logits of the tokens on this rank, (T / s, experts), of a pack of T tokens.
         num_experts: the number of experts of a layer.
         num_chosen: the number of experts that compute a token.
         row_counts: how many documents each token of this rank belongs to, (T / s,); 0 for padding. Documents may share

@@ -32,9 +32,11 @@ class TrainerView(Protocol):
     callback_handler: CallbackHandler
     model: nn.Module
     model_wrapped: nn.Module  # the model as the engine has wrapped it
-    packed_model: PackedModel
+    packed_model: PackedModel  # sets the model up for packs, and tests it
     packing_report: PackingReport | None
-    user_code: Any  # a `UserCode`. Its class cannot be named here, because its module imports this one
+    # A `UserCode`, which knows the methods of the user's subclass. Its class cannot be named here, because its module
+    # imports this one
+    user_code: Any
 
     # Data
     train_dataset: Any
@@ -43,7 +45,7 @@ class TrainerView(Protocol):
     processing_class: Any  # a tokenizer or a processor
     _tokenizer: Any  # the tokenizer, or that of the processor
     _is_vision_dataset: bool  # whether the first row of the training set has images
-    padding_free: bool  # TRL: whether batches are packs
+    padding_free: bool  # whether batches are packs, in TRL
     completion_only_loss: bool
     _train_batch_size: int  # `auto_find_batch_size` lowers it
 
@@ -56,7 +58,7 @@ class TrainerView(Protocol):
     neftune_noise_alpha: float | None
     model_accepts_loss_kwargs: bool  # whether the loss gets the number of trained tokens of an optimizer step
     current_gradient_accumulation_steps: int
-    _loss_shifts_labels: bool  # TRL: whether the loss leaves out the first label of a row, which no token predicts
+    _loss_shifts_labels: bool  # whether TRL's loss leaves out the first label of a row, which no token predicts
     _total_train_tokens: int  # logged as `num_tokens`
     _metrics: dict[str, Any]  # lists of values by mode ("train" or "eval") and name; TRL's `log` averages them
 
@@ -77,7 +79,7 @@ class TrainerView(Protocol):
 
 
 def complete_report(trainer: TrainerView, **findings: Any) -> PackingReport:
-    """Add findings to the packing report of a trainer and return it. With `packing_report`, save it on the first rank.
+    """Add findings to the packing report of a trainer and return it. If `packing_report` is set, rank 0 saves it.
 
     Args:
         trainer: the trainer, whose loader of packs was made, and with it the report.

@@ -9,7 +9,8 @@ Words:
     placeholder  a token that stands for a part of an image.
     image span   the tokens of one image. If a processor does not return the images of a row one by one, they count as
                  one image with one span.
-    values       the numbers in a processed image (pixels), which the vision tower reads.
+    values       the numbers in a processed image (pixels), which the vision tower reads. The *squares* of a row are the
+                 sum over its images of the squared number of values, by which the cost of attention grows.
     turn         one answer of the assistant in a conversation. With `per_turn` each turn makes a document.
     row          a row of the table of measures: a row of the dataset or, with `per_turn`, a turn. A *span* is the range
                  of its tokens that a document has: all of them, or a fragment of a long row.
@@ -40,11 +41,11 @@ class ImageRows(RowReader):
             rows with encoded images.
         process: makes the document of a row or of a turn.
         measures: the table of measures, with R rows.
-        turns: counts of the turns, if each row is a turn.
+        turns: counts of the conversations, and of the turns that became rows, if each row is a turn; for the report.
         rule: which turns become rows; None if each row of the dataset is one row.
     """
 
-    image_stops: Int64Array
+    image_stops: Int64Array  # the token behind the last image of each row, 0 without an image, (R,)
 
     def __init__(
         self,
@@ -170,14 +171,14 @@ class ImageRows(RowReader):
         return edges
 
     def report_section(self, planner: Any) -> ImageNumbers:
-        """Return the section of a report on the images of a table."""
+        """Return the section on the images of a table, for the report on the plan of an `EpochPlanner`."""
         return ImageNumbers.of_table(planner)
 
     def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
         """Return the arrays of `Documents` that describe the images of each span, of shape (N,), by attribute.
 
-        If a span has only some of the images of its row, the values and squares are estimated as if all images of the
-        row had one size.
+        If a span has only some of the images of its row, the values, squares and number of images are estimated as if
+        all images of the row had one size.
         """
         _, first, image_stop = self._image_spans
         first_inside = self._images_before(row, start)  # the first image of each span, if it has one
@@ -198,10 +199,11 @@ class ImageRows(RowReader):
         }
 
     def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        """Shorten the common beginnings that end inside an image, see `RowReader`."""
-        # The last common token is not shared, because it predicts another token in each document. With it begins what
-        # the pack has of the document, which must not begin inside an image. For example, an image is the tokens 5 to
-        # 8, and 7 tokens are common. Then token 6 would come first. If 6 tokens are called common, it is token 5
+        """Shorten the common beginnings of two documents that end inside an image, see `RowReader`."""
+        # The last common token is not shared, because it predicts another token in each document. What the pack has of
+        # the document itself begins with this token, which must not be inside an image. For example, an image is the
+        # tokens 5 to 8, and 7 tokens are common, 0 to 6. Then the document would begin with token 6, inside the image.
+        # If 6 tokens are called common, it begins with token 5, the first of the image
         row_of_span, first, stop = self._image_spans
         if not len(row_of_span):
             return common
