@@ -7,7 +7,7 @@ the same time. Ranks wait for each other after each micro-step (synchronisation 
 after the last one ("step": DDP, ZeRO-1).
 
 A *unit* is what planning packs: a document, or a family of documents that begin alike. It has a *row* for each of its
-tokens, and families have a row once for all documents that share it. Full packs differ only in the cost of attention,
+tokens; a token that documents of a family share has one row. Full packs differ only in the cost of attention,
 and most of this cost comes from long units. Long units are dealt first, by their *excess*: their cost above the cost of
 short units with as many rows. The short units fill the remaining room. A full step has no row to spare, so a slot may
 end up above its capacity. Finally the shortest units of such a slot and of a slot with room are divided between the two
@@ -27,7 +27,7 @@ from .arrays import Float64Array, Int64Array
 from .exact_fill import WaitingDocuments
 from .units import Bins, Units
 
-FEW_UNITS = 4  # fewer units per slot are not dealt anew, since they hardly ever fit another way
+FEW_UNITS = 4  # a step with fewer units per slot is not dealt anew, since they hardly ever fit another way
 GOOD_ENOUGH_RATIO = 1.002  # packs that take at most this many times the mean cost of a rank stay as they are
 # The most costly units are called *long* and are dealt first. The others are *short*, and fill the remaining room. The
 # number of long units is the number of units with more than capacity / SHORT_DIVISOR rows. It is lower if the short
@@ -84,7 +84,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     best_time = modelled_time(pack_costs)
     order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
-        # `least_loaded` deals units to packs. Here it deals packs to ranks, each of which has room for G packs.
+        # `least_loaded` deals units to packs. Here it deals G * W packs to W ranks. Each has room for G, and gets G.
         packs_of_ranks = least_loaded(
             rows=np.ones_like(order), costs=pack_costs[order], num_packs=world_size, capacity=accumulation
         )
@@ -195,9 +195,9 @@ def deal_units(
     """Deal units to the slots of a step by cost.
 
     A micro-step takes as long as its most costly slot. If one unit has more than an even share of all excess, the other
-    ranks of its micro-step wait for it. Further long units in the slots of these ranks take no time, until their excess
-    is the excess of this unit. For example, a unit of excess 9 shares its micro-step with a slot that has units of
-    excess 4 and 4. All other units go where there is least excess.
+    ranks of its micro-step wait for it. Further long units in the slots of these ranks take no time, as long as the
+    excess of a slot is not above that of this unit. For example, a unit of excess 9 shares its micro-step with a slot
+    that has units of excess 4 and 4. All other units go where there is least excess.
 
     A *group* is the slots whose costs add up between two waits: one slot or, with `by_rank`, all slots of a rank.
 
@@ -247,7 +247,7 @@ def deal_units(
         open_groups = open_groups[world_size:]
     slots.deal_to_groups(long, open_groups)
     # 4. Deal the short units: first where one or two of them fill a slot, then to slots that end before the most costly
-    # slot of their micro-step, where they take no time, and then evenly.
+    # slot of their micro-step, where short units take no time, and then evenly.
     short = slots.fill_slots_exactly(short)
     if has_room and not by_rank:
         loads = np.array([excess[units].sum() for units in slots.units])  # the excess of each slot
@@ -343,7 +343,7 @@ class _Slots:
             The units that are not used, in the same order.
         """
         longest = max([self.rows[unit] for unit in short], default=0)
-        # The units by their rows, here called documents; `exact_fill` finds the rows of one or two that sum to a room
+        # The units by their rows; `WaitingDocuments` calls them documents, and finds one or two that sum to a room
         waiting = WaitingDocuments(longest)
         unused = dict.fromkeys(short)
         for unit in short:

@@ -28,7 +28,8 @@ from .texts import MESSAGES, text_columns, without_nulls
 
 READ_AT_ONCE = 1000  # rows of a batch in memory
 TEXTS = ("string", "large_string", "string_view")  # types of columns of text
-# Keys of a message whose values templates compare with other values or choose by, so a mark in them would change more
+# Keys of a message whose values templates compare with other values or choose by. A mark, which `marks.py` puts in the
+# place of a value to find it in the rendered text, would change more there
 REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}
 # The same for keys of calls and tools
 SCHEMA = {
@@ -50,7 +51,7 @@ RENAMED_ROLE = "Renamed role"
 NULL_IN = "Null in "
 UNREAD_COLUMN = "Column "
 LABEL = "label "
-MEDIA = re.compile("image|video|audio")
+MEDIA = re.compile("image|video|audio")  # keys of images, videos and sounds
 THOUGHT = re.compile(r"(</?think>)")  # the tags around a thought in a text; `marks.py` marks the text between them
 # Keys of a message for its thought. transformers copies the one that a message has to the other keys
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -63,7 +64,7 @@ class Kind(NamedTuple):
 
     path: str
     role: str = ""  # role of the message; empty if the value is not in a message
-    # Place of the message: "first", else "earlier" than the last message of the user, else "last"
+    # Place of the message: "first", else "earlier" than the last message of the user, else "last", from that message on
     place: str = ""
 
     @property
@@ -100,7 +101,7 @@ class KindReader:
 
     Facts about a row are kinds, too. Their paths begin with a capital:
 
-        Null in COLUMN  Arrow added keys to the dictionaries of the column (`without_nulls`)
+        Null in COLUMN  Arrow added keys with null to the dictionaries of the column (`without_nulls`)
         Control token   a text of a message has a match of `control`
         Placeholder     the content of a message is a text with `placeholder`
         Renamed role    a message is from `human` or `gpt`
@@ -421,7 +422,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
     order = np.argsort(-counts, kind="stable")
     first_rows = first[order].tolist()
     shapes = [reader.kinds(columns[row]) for row in first_rows]
-    sorted_index = np.argsort(order)  # the inverse permutation: for each shape its index behind the sort
+    sorted_index = np.argsort(order)  # the inverse permutation: for each shape its index after the sort
     return RowKinds(rows, shapes, first_rows, sorted_index[shape_of])
 
 

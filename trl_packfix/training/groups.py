@@ -1,4 +1,4 @@
-"""A check that ranks that must read the same packs do so.
+"""Check that ranks have read the same packs, where they must.
 
 Ranks read the same packs in two cases: with sequence parallelism the ranks of a *group* hold parts of one pack (the
 number of ranks is the *degree*), and with tensor parallelism neighbouring ranks divide the layers of the model.

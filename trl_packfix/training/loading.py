@@ -80,7 +80,7 @@ class TrainingData(BatchMaker):
 
     Attributes:
         source: the training set.
-        reading_class: the class of `reading` in a run with packing.
+        reading_class: the class of `reading`, which reads rows of text or rows with images, in a run with packing.
         data_report: whether every text of the training set is in the tokens once; None for tokenised rows.
         trained_summary: which tokens are trained, and by which setting.
         constructed_with: the model and settings of the constructor, and the check that refuses others later.
@@ -124,8 +124,8 @@ class TrainingData(BatchMaker):
         self.padded_collator = trainer.data_collator
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
-            # TRL reads from this attribute that batches are packs. Its constructor got False, so that it made no
-            # collator
+            # Methods of TRL read from this attribute that batches are packs. Its constructor got False, so that it made
+            # no collator
             trainer.padding_free = True
             self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
@@ -165,9 +165,9 @@ class TrainingData(BatchMaker):
         self.source.read(dataset)
         keys = self.value_columns
         if keys and not args.packing:
-            # Unpacked rows hold the values of the two columns. All sources of a table are known before training, so a
-            # batch has their numbers. The sources of a stream are numbered as they are read (`numbered_sources`), so
-            # there the batch has their names
+            # Unpacked rows hold the values of the columns of weights and sources. All sources of a table are known
+            # before training (`column_values`), so a batch has their numbers. The sources of a stream are numbered as
+            # they are read (`numbered_sources`), so there the batch has their names
             source_numbers = {value: number for number, value in enumerate(self.source.row_values.column_values)}
             names_sources = self.source.numbered_sources is not None
             self._trainer.data_collator = RowValuesCollator(
@@ -229,7 +229,8 @@ class TrainingData(BatchMaker):
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
             # A model that mixes documents of a pack may be unpacked: it gets them as rows. Documents of text are then
-            # embedded longest first, and documents with images in the order of the pack
+            # embedded longest first, and documents with images in the order of the pack. The noise of a row depends on
+            # its length, so `DocumentNoise` must know the order
             is_text_only = self.reading.is_text_only
             hooks.append(DocumentNoise(self.base_model, args.neftune_noise_alpha, embeds_longest_first=is_text_only))
         packed_model = PackedModel(
@@ -268,7 +269,9 @@ def source_class(dataset: object) -> type[TableSource] | type[StreamSource]:
 def unpacked_rows(
     dataset: Dataset | IterableDataset, *, uncut: Dataset | IterableDataset, name: str, args: SFTConfig
 ) -> Dataset | IterableDataset:
-    """Return the rows of an unpacked training set that have a trained token; check the weights and sources of a stream.
+    """Return the rows to train without packing: of a table those with a trained token, of a stream all rows.
+
+    The weights and sources of a stream are checked when its rows are read.
 
     Args:
         dataset: the rows that TRL has prepared.

@@ -63,19 +63,19 @@ class Objective(TrainerPart):
         compute_loss_func: the loss function that the user gave, or None.
 
     Attributes:
-        totals: sums for the log. Tokens are counted without padding and dummies, and are exact at each log and
-            checkpoint.
+        totals: sums for the log. Tokens are counted without padding and dummies. The counts of all ranks are added at
+            each log and checkpoint.
         summed_by_ranks: parameters whose gradients transformers sums over ranks after each backward (tensor
             parallelism).
         row_values: weights and sources of the documents of the current micro-batch, each of shape (N,), by key.
         fused_head_is_exact: whether the fused LM head, from which the loss is computed, gives the log-probabilities of
             the model's own logits. The callback `BeforeTraining` sets it, and `first_step.py` reads it.
-        num_steps_to_compare: in how many further optimizer steps ranks that must read the same packs compare them.
+        num_steps_to_compare: number of optimizer steps left in which ranks that must read the same packs compare them.
     """
 
     totals: TrainingTotals
     # Divisors of the loss in the running optimizer step, over all ranks. `count_step` sets those that the loss needs
-    _num_statistics: Tensor
+    _num_statistics: Tensor  # micro-batches with documents: the router loss is the mean of a statistic of each
     _num_documents: Any
     _weight_of_step: Tensor
 
@@ -124,7 +124,7 @@ class Objective(TrainerPart):
 
     def start_training(self) -> None:
         """Prepare the model and the totals again, because both may have changed since the trainer was constructed."""
-        # Add the fused LM head again, because TRL may have replaced it: a trainer of TRL may have got this model
+        # Add the fused LM head again. A trainer of TRL may have replaced it, if the user gave it the same model
         score_tokens(self.base_model)
         training_set = self._data.source
         # The names of data sources: of a table all are known now, and a stream numbers them as they are read
@@ -185,7 +185,7 @@ class Objective(TrainerPart):
         if self._trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
             if self._trainer.compute_loss_func is None:  # as in TRL, a loss of the user stays as it is
-                # The router loss is a mean over micro-batches, of which `count_step` has counted those with documents
+                # The router loss is a mean over the micro-batches with documents, which `count_step` has counted
                 num_statistics = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
 
@@ -330,7 +330,8 @@ class Objective(TrainerPart):
             pairs = zip(batches, counts_of_batches, strict=True)
             weights_of_batches = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
             weight = torch.stack(weights_of_batches).sum()
-            # The sum counts each document `copies` times; `count`, of transformers, corrects this itself
+            # With tensor parallelism `copies` ranks read the same documents, so the sum counts each document as often.
+            # `count`, of transformers, corrects this itself
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
         # `batch_to_count` returns labels to count: one for each target, also if documents share the token
         return count([layout_of(batch).batch_to_count(batch) for batch in batch_samples])
@@ -358,7 +359,7 @@ class Objective(TrainerPart):
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_be_dummy = inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         may_have_placeholder = not self._data.reading.is_text_only  # a document in place of missing images
-        # `weighs_rows`: documents share tokens, or the batch is a part of a pack
+        # `weighs_rows`: a token counts for all documents that share it, or the batch is a part of a pack
         counts_tokens_once = not (pads or may_be_dummy or may_have_placeholder or layout.weighs_rows)
         if not self._trainer.aux_loss_enabled or not layout.is_packed or counts_tokens_once:
             yield collected

@@ -1,8 +1,8 @@
 """Remember the proofs of a model in files beside the dataset, so that the next start need not repeat them.
 
 A proof is a test before training that documents in a pack do not influence each other on this model. Its result is an
-`IsolationReport`. `PackedModel` calls `recall_proof` in place of the test, which returns the saved report of an earlier
-start, or runs the test and saves its report.
+`IsolationReport`. In place of the test, `PackedModel` calls `recall_proof`. This function returns the saved report of an
+earlier start, or runs the test and saves its report.
 
 A report is saved if the test passed. `PackedModel` calls `recall_proof` only for tests on text, of a model without
 repairs. The name of its file is a hash of everything that the proof depends on:
@@ -13,9 +13,9 @@ repairs. The name of its file is a hash of everything that the proof depends on:
 - the files of the classes of these modules, and the files beside them, because a version says nothing about a package
   whose code is edited in place.
 
-Two kinds of functions are not part of the hash: functions that are replaced while the program runs, and functions of a
-package without a version, in another folder than the class that calls them. Every start tests them all the same, when
-it compares its first step with unpacked training (`first_step.py`).
+Two kinds of functions are not part of the hash. The first are functions that are replaced while the program runs. The
+second are functions of a package without a version, if they are in another folder than the class that calls them. Every
+start tests them all the same, when it compares its first step with unpacked training (`first_step.py`).
 """
 
 import hashlib

@@ -34,7 +34,12 @@ class TowerHooks(AroundCalls):
         return handles
 
     def _around(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
-        """Run a tower on the images that this rank computes, where ranks share the pack, and join the outputs."""
+        """Run a tower on the images that this rank computes, where ranks share the pack, and join the outputs.
+
+        Yields:
+            The arguments of the call, for which the generator gets the output, and then the joined output. Nothing is
+            yielded if the call stays as it is.
+        """
         forward = running_forward()  # the packed forward that runs, with the group of ranks that share the pack
         # `entered_forward` is the packed forward that this guard has made. If several guards are on a model, the others
         # have None, so the images are divided once.

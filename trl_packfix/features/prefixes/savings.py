@@ -40,8 +40,9 @@ class PrefixSavings(FeatureSection):
     """
 
     setting: SharePrefixes  # the value of `share_prefixes` in this run
-    rows: float | None = None  # share of the tokens with this setting; with "pack" known only as an estimate
-    flops: float | None = None  # share of the modelled FLOPs with this setting
+    # Share of the tokens that is computed with this setting; with "pack" known only as an estimate
+    rows: float | None = None
+    flops: float | None = None  # share of the modelled FLOPs that is computed with this setting
     in_packs: float | None = None  # share of the tokens that "pack" computes, or would compute
     in_families: float | None = None  # share of the tokens that "family" computes, or would compute
     images: float | None = None  # share of the images that go through the vision tower
@@ -49,7 +50,8 @@ class PrefixSavings(FeatureSection):
     num_documents: int | None = None  # documents from which `in_families` is estimated; None: all documents
     num_families: int | None = None  # families of these documents
     families_per_step: float | None = None  # with "family", the mean number of families in an optimizer step
-    refused: str | None = None  # why the model cannot share prefixes, although the setting is "pack"
+    # Why the model cannot share prefixes, although the setting is "pack". With "family" training is then refused
+    refused: str | None = None
 
     @property
     def is_used(self) -> bool:
