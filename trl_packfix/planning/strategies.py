@@ -28,7 +28,8 @@ class StrategyTraits:
     # `plan` is None for a strategy that cuts blocks or keeps the steps of unpacked training: `Packing` plans it another
     # way.
     plan: Callable[..., PackPlan] | None = None
-    overlong: Literal["truncate", "split"] = "truncate"  # the default of the setting `overlong`
+    # What happens to documents longer than `max_length`, if the setting `overlong` is not given
+    overlong: Literal["truncate", "split"] = "truncate"
     packs_streams: bool = False  # it needs only a bounded buffer of documents, so it can pack an `IterableDataset`
     cuts_blocks: bool = False  # all documents are concatenated and cut every `max_length` tokens
     # Every optimizer step has the documents that it has if TRL trains with the same config, but without packing
@@ -61,8 +62,8 @@ def plan_packs(
     Args:
         lengths: tokens of each document, integers from 1 to `capacity`, shape (N,).
         capacity: most tokens a pack may hold.
-        strategy: `stream` packs documents that are near each other in a random order (see `plan_stream`); `bfd` packs
-            all documents at once (see `plan_bfd`). The packs of both are in random order.
+        strategy: `stream` shuffles the documents and packs neighbours in the new order (see `plan_stream`); `bfd` (best
+            fit, decreasing lengths) packs all documents at once (see `plan_bfd`). Packs of both are in random order.
         seed: non-negative integer from which the random order is drawn.
         epoch: non-negative integer; each epoch has another plan.
 

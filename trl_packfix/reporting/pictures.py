@@ -176,7 +176,7 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
     from matplotlib.ticker import MaxNLocator
 
     def num_visible_blocks(pack: ShownPack) -> float:
-        """Return the number of equally long documents that have as many tokens, and fill as much of the mask.
+        """Return the number of equally long documents that together have as many tokens and fill as much of the mask.
 
         k documents of n tokens fill k n^2: (k n)^2 / (k n^2) = k.
         """
@@ -197,8 +197,9 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
         axes.hlines(own_start, 0, own_start, color=GREY, linewidth=0.6, linestyle=":")
         if own_end - own_start > total / 14:
             _write_number(axes, (own_end + 2 * own_start) / 3, (own_start + 2 * own_end) / 3, document=number)
-    # The last row of a document of n rows sees n rows, so together they see n (n + 1) / 2. Of these, the first s rows
-    # are shared: the document before has them, too, and they are counted there. Both sides are twice as large below.
+    # Row i of a document sees i rows, so n rows see n (n + 1) / 2 together. The first s of them are shared: an earlier
+    # document has them, too, and they count there. A full mask of T rows has T (T + 1) / 2 entries. Numerator and
+    # denominator are twice as large below.
     lengths = np.array([sum(end - first for first, end in ranges) for ranges in seen_ranges], dtype=float)
     shared = lengths - [document.num_rows for document in pack.documents]
     seen_share = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))

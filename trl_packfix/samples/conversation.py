@@ -10,10 +10,11 @@ model saw when it wrote a turn is then not the beginning of the whole conversati
     completion  template(messages up to the turn), without the prompt              trained
 
 TRL makes the same tokens of a row with the prompt `messages[:k]` and the completion `[messages[k]]`, as long as the
-text of the prompt is the beginning of the text of both. Some templates render the history differently once the turn
-follows: GPT-OSS drops the thought of a tool call when an answer follows. TRL then trains the turn after a context that
-generation never sees. Here the prompt stays as generation sees it, and the completion is the text that the rendered
-conversation has after the generation prompt. A turn that does not begin where the generation prompt ends is refused.
+text of the prompt is the beginning of the text of prompt and completion together. Some templates render the history
+differently once the turn follows: GPT-OSS drops the thought of a tool call when an answer follows. TRL then trains the
+turn after a context that generation never sees. Here the prompt stays as generation sees it, and the completion is the
+text that the rendered conversation has after the generation prompt. A turn that does not begin where the generation
+prompt ends is refused.
 """
 
 import copy

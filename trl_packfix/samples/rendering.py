@@ -1,8 +1,8 @@
 """Render rows as text exactly as training does, to prove that all texts of a dataset are trained (`data_proof.py`).
 
 A `Rendering` has the settings of a trainer that decide how a row becomes text: the chat template, or the user's
-`formatting_func`. It reads a row as a `Conversation`, and renders the conversation. `marks.py` puts marks into the
-texts of a conversation, which are then looked for in the rendered text.
+`formatting_func`. It reads a row as a `Conversation`, and renders the conversation. `marks.py` puts a mark, an unusual
+string, into each text of a conversation. The proof then looks for the marks in the rendered text.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class Rendering:
 
     @property
     def name(self) -> str:
-        """What makes the text of a row, for messages."""
+        """What makes the text of a row, for messages to the user."""
         return "the chat template" if self.formatting_func is None else "`formatting_func`"
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
@@ -101,7 +101,8 @@ class Rendering:
         With `per_turn`, the sample of a turn is the conversation up to this turn, rendered as if nothing followed.
         """
         messages = conversation.messages
-        turns = conversation.turns if self.per_turn else []
+        turns = conversation.turns if self.per_turn else []  # indices of the messages with assistant turns
+        # Without turns there is one sample, the whole conversation
         stops = [turn + 1 for turn in turns] or [len(messages)]
         return "\n".join(conversation.text(messages[:stop], self.tokenizer) for stop in stops)
 

@@ -35,8 +35,7 @@ class BatchMaker(TrainerPart):
         ranks: the place of this process among the data-parallel ranks: its `rank` of `count`. `copies` processes are
             one data-parallel rank (tensor parallelism).
         vocab_size: the size of the vocabulary of the model; None if its config has none.
-        turn_counts: into how many samples, one for each assistant turn, how many conversations were split (`per_turn`);
-            None without `per_turn`.
+        turn_counts: with `per_turn`, the numbers of conversations and of the samples made of their turns; else None.
         trl_counts_first_labels: whether TRL without packing would count the first label of each row in the divisor of
             its loss. No token predicts the first token of a row, so its label is never trained. If a row has 10 labels,
             TRL then divides the sum of 9 losses by 10. The packing report says by how much this changes the loss.
@@ -69,7 +68,7 @@ class BatchMaker(TrainerPart):
             "synchronisation": checks.synchronisation(self._trainer.accelerator, self.base_model),
             "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
             # The user's loss may be a mean over a micro-batch, so packs get similar numbers of trained tokens. For
-            # this, documents are moved between packs, which only `balance="step"` allows, and "none" does not
+            # this, documents are moved between packs, which `balance="step"` allows, and "none" does not
             "evens_targets": has_user_loss and self.args.balance == "step",
         }
 
@@ -103,8 +102,8 @@ class BatchMaker(TrainerPart):
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:
             # The collator pads packs to the capacity, the most tokens of a pack, which `auto_find_batch_size` may have
-            # lowered since the collator was made. So it is made again; with `PLAIN`, which shares no token rows, if the
-            # proof has shown that the model cannot compute shared ones
+            # lowered since the collator was made. So it is made again. The test of the model before training may have
+            # shown that it cannot compute tokens that documents share. Then the feature is `PLAIN`, which shares none
             feature = features_of(self.args) if self.shares_rows else PLAIN
             collate = self.packed_collator(self._trainer._train_batch_size, feature)
         if keys:
@@ -117,7 +116,7 @@ class BatchMaker(TrainerPart):
         return ByLength(collate) if sorts_by_length else collate
 
     def packed_collator(self, batch_size: int, feature: Feature) -> PackCollator:
-        """Return the collator of packs of up to `batch_size * max_length` tokens.
+        """Return the collator of packs of up to `batch_size * max_length` tokens, or `tokens_per_rank` on each rank.
 
         With `pad_documents_to_multiple_of`, every pack is padded to the capacity, so that all packs have one length.
         If prefixes are shared, `feature.make_collator` returns a collator whose packs have common beginnings once.
@@ -139,7 +138,8 @@ class BatchMaker(TrainerPart):
             # Where documents share tokens, the last token of a document can be left out of the pack, because no loss
             # reads its output. A router loss counts every token, so with it the token stays
             keeps_last_rows=self._trainer.aux_loss_enabled,
-            compare=self.reading.compare,  # returns what is compared of two documents; None compares their tokens
+            # A function that returns what is compared of each document. None compares tokens
+            compare=self.reading.compare,
         )
         return PackCollator(text_collator, self.reading.pack_content())  # the content beside tokens, such as images
 

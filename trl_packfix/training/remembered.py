@@ -1,8 +1,8 @@
 """Remember the proofs of a model in files beside the dataset, so that the next start need not repeat them.
 
 A proof is a test before training that documents in a pack do not influence each other on this model. Its result is an
-`IsolationReport`. In place of the test, `PackedModel` calls `recall_proof`. This function returns the saved report of an
-earlier start, or runs the test and saves its report.
+`IsolationReport`. In place of the test, `PackedModel` calls `recall_proof`. It returns the saved report of an earlier
+start, or runs the test and saves its report.
 
 A report is saved if the test passed. `PackedModel` calls `recall_proof` only for tests on text, of a model without
 repairs. The name of its file is a hash of everything that the proof depends on:

@@ -4,11 +4,12 @@ In training, the loss (`objective.py`) adds the sums of each micro-batch to `Tra
 waiting for it. Once per log the sums are gathered over all ranks, and `metrics` makes the logged values from them. An
 evaluation (`evaluation.py`) adds its batches to `EvaluationTotals`, and gathers them once, at its end.
 
-Words: A *trained token* is a token with a label. A *target* is a pair of a document and a trained token (`layout.py`).
-A *source* is the name of the data set from which a document comes (`source_column`); losses are also logged by source.
-A *window* is the time between two logs. With sequence parallelism the ranks of a *group* share a pack. *Copies* are
-ranks that count the same tokens, because they divide one model between them (tensor parallelism). A *dummy* is a batch
-without a trained token, for a rank that has no document in a micro-batch.
+Words: A *trained token* is a token with a label. A *target* is a pair of a document and a trained token (`layout.py`):
+documents with a common prefix may share a token, which is then a target of each. A *source* is the name of the data set
+from which a document comes (`source_column`); losses are also logged by source. A *window* is the time between two
+logs. With sequence parallelism the ranks of a *group* share a pack. *Copies* are ranks that count the same tokens,
+because they divide one model between them (tensor parallelism). A *dummy* is a batch without a trained token, for a
+rank that has no document in a micro-batch.
 """
 
 import time

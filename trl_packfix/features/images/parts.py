@@ -107,7 +107,7 @@ def divide_tower_inputs(
     has_tiles = pixels.dim() == 4 and all(
         (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
     )
-    if grid is not None and pixels.dim() == 2 and len(tensors) == 2:  # no tensor whose rows are unknown
+    if grid is not None and pixels.dim() == 2 and len(tensors) == 2:  # the pixels and the grid only
         sizes = grid.prod(-1).tolist()
     elif has_tiles:
         sizes = [1] * len(pixels)
