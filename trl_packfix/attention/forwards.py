@@ -19,6 +19,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,14 @@ class CarryingCheckpoint:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         running = running_forward()
         if running is not None:
-            function = packed_forward_entered(running)(function)  # each call enters it
+            function = partial(_call_in_packed_forward, running, function)
         return self.checkpoint(function, *args, **kwargs)
+
+
+def _call_in_packed_forward(running: PackedForward, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` within the packed forward `running`."""
+    with packed_forward_entered(running):
+        return function(*args, **kwargs)
 
 
 class ModelHooks(ABC):
