@@ -193,6 +193,15 @@ def test_the_law_of_shifts_names_the_nearest_token_first():
     assert find_shift(nearest=20.0, label=20.0, last_input=23.0) == inf
 
 
+@pytest.mark.parametrize("place", [-2, -1])
+def test_the_law_of_shifts_changes_a_token_that_begins_the_documents(place):
+    """The new token is the first token of the documents, unless the token that it replaces is equal to it."""
+    longest = {name: [*values] for name, values in DOCUMENTS[1].items()}
+    longest["input_ids"][place] = longest["labels"][place] = DOCUMENTS[0]["input_ids"][0]
+    laws = find_laws(right, documents=[DOCUMENTS[0], longest, *DOCUMENTS[2:]])
+    assert laws["shift"] < 1e-12
+
+
 def test_documents_of_one_token_show_no_shift():
     def gradient_of(groups):
         ((document,),) = groups
