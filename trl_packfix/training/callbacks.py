@@ -162,7 +162,7 @@ class BeforeFirstStep(TrainerCallback):
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
         prove_feature(trainer, self._data, trainer.model_wrapped)  # warns if packs are made without it from now on
-        prove_degrees(trainer, self._data.source.degrees)
+        prove_degrees(trainer, self._data.source.degrees)  # raises PackingLeakError if documents leak at a degree
         logger.warning(
             f"Modules of {type(base_model(trainer.model)).__name__} were changed before optimizer step "
             f"{trainer.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
@@ -231,8 +231,8 @@ class BeforeFirstStep(TrainerCallback):
         if attention.name == ATTENTION_NAME and is_on_cuda and report.max_length >= LONG_DOCUMENT:
             text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
         if self._data.shares_rows:
-            # Attention copies the keys of a common beginning for each document that shares it. The text has the most
-            # memory of these copies
+            # Attention copies the keys of a common beginning for each document that shares it. `copies_text` names
+            # these copies, and `copied_bytes` is the most memory that they take at a time
             feature = trainer.packed_model.feature
             text += f"; {feature.copies_text} take at most {feature.copied_bytes / 2**30:g} GiB, in one layer"
         return text
@@ -240,9 +240,9 @@ class BeforeFirstStep(TrainerCallback):
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
         """Prove isolation, and compare the first step with unpacked training.
 
-        Packs with the feature of the run and packs that ranks share are proved, too. If documents
-        are isolated and the first step differs all the same, the model is unpacked and compared again. Nothing is
-        unpacked if a setting forbids it.
+        Packs with the feature of the run and packs that ranks share are proved, too. If documents are isolated and the
+        first step differs all the same, the model is unpacked and compared again. Nothing is unpacked if a setting
+        forbids it.
         """
         trainer = self._trainer
         args = self._trainer.args
@@ -256,7 +256,8 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report = replace(report, prefixes=report.prefixes.refuse(refusal))
         step_comparison = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
-            prove_degrees(trainer, self._data.source.degrees)  # the degrees that packs of this run may have
+            # Raises PackingLeakError if documents leak at one of the degrees that packs of this run may have
+            prove_degrees(trainer, self._data.source.degrees)
             step_comparison = self._first_step.compare()
         # Documents that share the tokens of a prefix, or packs that ranks share, cannot run as rows of a padded batch
         is_shared = self._data.shares_rows or max(self._data.source.degrees, default=1) > 1

@@ -81,8 +81,8 @@ from .choices import (
 class ChoiceConflicts:
     """A choice of the user, and the conditions that exclude it.
 
-    If two choices exclude each other, only one of their records names the other. A record without `conflicts` has only
-    the page in docs/ of a choice that other records name.
+    If two choices exclude each other, only one of their records names the other. A record without `conflicts` refuses
+    nothing: it only gives the page of a choice, for docs/combinations.md.
 
     Attributes:
         choice: the condition that is met if the user has made the choice.

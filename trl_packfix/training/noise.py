@@ -77,10 +77,13 @@ class DocumentNoise(ModelHooks):
         if output.shape[:2] == document_of_token.shape:
             length = lengths[document_of_token]
         else:
-            row_lengths = lengths.clamp(min=1)  # against a division by 0 for an empty document
+            # Empty documents only make the number of documents constant. With images each of them is a row of padding,
+            # and the limit avoids a division by 0. Without images they are no rows
+            row_lengths = lengths.clamp(min=1)
             if self.embeds_longest_first:
-                # Empty documents only make the number of documents constant; they are no rows
                 row_lengths = lengths[lengths > 0].sort(descending=True).values
+            # Each call embeds the rows behind those of the call before. If a model embeds all rows once more in a
+            # forward, they begin again with the first one
             first_row = self._num_rows % len(row_lengths)
             self._num_rows += len(output)
             length = row_lengths[first_row : first_row + len(output), None]

@@ -1,6 +1,6 @@
 """Save in each checkpoint which documents were trained, and resume a run exactly, or refuse to resume it.
 
-A resumed run trains every document of its epoch once, also those that were trained before the checkpoint. The trainer
+Every document of the epoch is trained once, either before the checkpoint or by the resumed run. The trainer
 (`trainer.py`) constructs one `Restart`, which acts at three times:
 
     1. `begin_checkpoint` and `end_checkpoint` write the state into a checkpoint (`checkpoints.py` has its files).
@@ -39,7 +39,8 @@ class Restart(TrainerPart):
 
     Attributes:
         resumed: the checkpoint from which this training resumes, and its state; None for a new run.
-        weights_folder: the checkpoint whose weights the trainer has read last.
+        weights_folder: the checkpoint whose weights the trainer has read last. The trainer sets it, and reads it if the
+            weights have other names than the parameters of the model.
     """
 
     resumed: tuple[str, dict[str, Any]] | None = None
@@ -156,8 +157,9 @@ class Restart(TrainerPart):
     def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
         """Refuse a checkpoint of a run that minimised another loss."""
         settings = self._loss_settings()
-        before = settings | state  # a checkpoint of an earlier version does not have all entries
-        changed = compare_settings(before, settings)
+        # An entry that the checkpoint of an earlier version does not have counts as equal
+        before = settings | state
+        changed = compare_settings(before, settings)  # only the entries of `settings`; `state` has others, too
         if changed:
             names = [f"`{name}={saved!r}`" for name, (saved, _) in changed.items() if name != WEIGHTS_LABEL]
             remedy = f"Set {', '.join(names)}" if names else "Give the rows the weights that they had"
@@ -194,6 +196,7 @@ class Restart(TrainerPart):
         if self.args.should_save:
             run_folder = Path(self._trainer._get_output_dir(trial))
             checkpoint = run_folder / f"checkpoint-{self._trainer.state.global_step}"
+            # Removes the two files without which the checkpoint is unfinished, and lists the other files
             self._earlier_files = checkpoints.note_times(checkpoint)
         self._trainer.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
 

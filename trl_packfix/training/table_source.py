@@ -87,11 +87,12 @@ class TableSource(Source):
         if not args.packing:
             return
         self.reader = self._data.reading.make_reader(dataset, "train")
-        # With `per_turn`, the reader of rows with images splits each conversation into its turns, and counts them. A
-        # turn has the weight and the source of its conversation: `conversations` has the row of each turn, or is None.
+        # With `per_turn`, conversations are split into their turns. Where rows have images, the reader splits them:
+        # `conversations` has the row of the conversation of each turn, whose weight and source the turn gets, and
+        # `turns` has the counts. Otherwise both are None, and all values are kept
         self.row_values = self.row_values.select(self.reader.conversations)
-        # Rows without images were split, and their turns counted, before they were tokenised. The counts of either are
-        # given to the trainer, and to the reader, from which the report takes them
+        # Rows without images were split before they were tokenised, and `turn_counts` has the counts. The report reads
+        # the counts of both kinds of rows from the reader
         self._data.turn_counts = self.reader.turns or self._data.turn_counts
         self.reader.turns = self._data.turn_counts
         with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
@@ -359,8 +360,9 @@ def continue_planner(
             f"{micro_batches_per_step} again"
         )
     else:
-        # The hashes differ, though nothing changed, or only fields of features that leave each document a unit. So
-        # another version of this package has planned the steps, and the message names the versions
+        # The hashes differ, though no setting changed that decides the steps: at most a field of a feature, between
+        # values with which documents are planned one by one (`share_prefixes`: "off" and "pack"). So another version
+        # of this package has planned the steps, and the message names the versions
         changed = {"trl_packfix": (state["trl_packfix"], __version__)}
         remedy = "Install the version that began the run"
     raise ValueError(
