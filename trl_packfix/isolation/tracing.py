@@ -126,9 +126,9 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
 
     Args:
         pair: two packs; no document runs alone.
-        tolerance: relative change that rounding inside one module may cause. If documents of both packs have equal
-            lengths, a smaller change may also be a leak: rounding changes few numbers, so it is one if more than half
-            of the numbers of some token change by `tolerance / 16` of their own size.
+        tolerance: relative change that rounding inside one module may cause. A larger change is a leak. If documents
+            of both packs have equal lengths, a smaller change is a leak, too, if more than half of the numbers of some
+            token change by more than `tolerance / 16` of their own size. Rounding changes fewer numbers.
     """
     modules = dict(probe.inner.named_modules())
     spans = pair.common_spans
@@ -149,9 +149,9 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens), note_repeated_call):
         probe.forward_packed(pair.first_documents)
 
-    # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding. At
-    # the end, a module is returned only if no module inside it has changed: otherwise the leak begins in that one, also
-    # if it changes so little that it may be rounding.
+    # 3. Run the second pack, and note the modules whose outputs change (`changed`), and which of them change beyond
+    # rounding (`leaking_names`). A module with a changed module inside is not returned, because the leak begins in the
+    # inner one. This holds even if the inner one changes so little that it is not returned itself.
     changed: dict[str, Leak] = {}
     leaking_names = set()
 

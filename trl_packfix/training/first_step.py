@@ -177,11 +177,12 @@ class FirstStep(TrainerPart):
             fine_loss = torch.finfo(dtype).eps if rounds_unpacked_logits else FINE_LOSS_GAP
             # `rounding` is the relative change that another order of the same sums may cause, in the model's precision
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
-            # The limits are the fine gaps, unless a gap is above them. Then `limits_of_rounding` repeats the packed
-            # step, and moves every number in the output of a module by half a unit of its last digit, up or down at
-            # random. It raises the limits to the gaps between these packed steps. `by_channel`: all tokens move alike
-            # in a channel (a column of the output), because similar tokens are rounded alike, which adds up in the
-            # gradient of a bias
+            # The limits are the fine gaps, unless a gap is above them. Then `limits_of_rounding` calls the function
+            # that it gets, which repeats the packed step and returns its gaps from the first packed step. Meanwhile
+            # every number in the output of a module is moved by half a unit of its last digit, up or down at random.
+            # If a multiple of these gaps is above the limits, they are raised to it. `by_channel`: all tokens move
+            # alike in a channel (a column of the output), because similar tokens are rounded alike, which adds up in
+            # the gradient of a bias
             limits = self._probe.limits_of_rounding(
                 gaps,
                 [fine_loss, fine_gradients],
@@ -241,8 +242,9 @@ class FirstStep(TrainerPart):
     def _compares_router_loss(self) -> bool:
         """Whether the compared steps have the router loss.
 
-        They have none with images, because the batch of `_router_loss` has only tokens, and none where it has no
-        gradient in training. In the reference, which runs without checkpointing, it would have one.
+        They have none with images, because the batch of `_router_loss` has only tokens. They have none under reentrant
+        checkpointing either, with which the router loss has no gradient in training. The reference runs in eval mode,
+        in which transformers checkpoints no layer, so there it would have one.
         """
         is_comparable = self._data.reading.is_text_only and router_loss_trains(self._trainer.args)
         return self._trainer.aux_loss_enabled and is_comparable
@@ -360,8 +362,8 @@ class FirstStep(TrainerPart):
             batch_key = -i if is_single else document_length(document)  # lengths are above 0
             batches.setdefault(batch_key, []).append(i)
 
-        # Third, forward and backward passes. The backward passes are in the context, too, because gradient
-        # checkpointing computes layers again there
+        # Third, forward and backward passes. The backward passes are in the context, too: where FSDP has wrapped layers
+        # for activation checkpointing, they are computed again in the backward, also in eval mode
         trainer.model.zero_grad(set_to_none=True)
         loss = 0.0
         longest = max(map(document_length, documents))
@@ -402,7 +404,8 @@ class FirstStep(TrainerPart):
         uses_fused_head = not self._objective.fused_head_is_exact and not smoothing
         with trainer.compute_loss_context_manager():
             if uses_fused_head:
-                # The fused head drops the first label of a row, so one is put in front. The others fill the row up
+                # The fused head drops the first label of a row, so a label that is ignored is put in front. Ignored
+                # labels behind the others give the row the length of its tokens
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
                 scores = self._unwrapped_model(**row, labels=padded, fused_lm_head=True)
             else:
