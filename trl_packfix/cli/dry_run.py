@@ -85,8 +85,8 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     """Return the run of a command; None if it has to be read with the config classes of TRL.
 
     These classes are needed for a config file, for a model, for other data than files of lengths or one table of
-    tokens, and for flags other than those of `FLAG_TYPES`. They also read a run with values that are refused, so that
-    their messages are shown.
+    tokens, and for flags other than those of `FLAG_TYPES`. None is also returned if a flag has a bad value: these
+    classes then refuse it with their own message.
 
     Args:
         args: the parsed flags of the command. Its `unparsed_words` are DATA and the flags of the run.
@@ -105,6 +105,7 @@ def read_run_without_model(args: argparse.Namespace) -> DryRun | None:
     for name, field_type in FLAG_TYPES.items():
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=field_type)
     try:
+        # `complete_flags` replaces short flags by those of fields, as `--strategy` by `--packing_strategy`
         flags, unknown = parser.parse_known_args(complete_flags(args.unparsed_words, parser))
     except argparse.ArgumentError:
         return None
@@ -166,7 +167,8 @@ def planner_for(
         documents: the documents of the run.
         config: the config of the run.
         world_size: the number of data-parallel ranks.
-        settings: further arguments of `make_planner`: the cost model, and for `plan` when ranks wait for each other.
+        settings: further arguments of `make_planner`: the cost model, and for `plan` also `synchronisation` ("micro" if
+            ranks wait for each other after every micro-batch, "step" if only after a step).
 
     Raises:
         ValueError: settings contradict each other, or a step has too many micro-batches.

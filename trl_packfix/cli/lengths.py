@@ -39,7 +39,7 @@ class LengthRows(RowReader):
         return len(self.lengths)
 
     def bad_rows(self) -> BoolArray:
-        return np.zeros(len(self), dtype=bool)
+        return np.zeros(len(self), dtype=bool)  # would mark rows that could not be tokenised
 
     def digests(self, rows: Int64Array) -> bytes:
         return b""  # would be hashes of the tokens of rows, and there are no tokens

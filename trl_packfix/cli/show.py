@@ -84,7 +84,7 @@ def run_show(args: argparse.Namespace) -> int:
 
     dry_run = read_dry_run(args)  # settings, rows and costs, as a training run would plan its packs from them
     reader = dry_run.reader
-    configs = dry_run.configs  # None if planning needs only a few settings, as for a file of lengths
+    configs = dry_run.configs  # None for lengths or tokens that are planned without a model and a tokenizer
     documents = documents_of(reader, dry_run.settings)
     planner = planner_for(documents, dry_run.settings, args.world_size, cost_model=dry_run.cost_model)
     packs = first_packs(planner, reader, args.packs)
@@ -139,5 +139,5 @@ def _print_data_findings(configs: "RunConfigs", tokenizer: str) -> None:
     from .omissions import report_tables
 
     for report in report_tables(configs, tokenizer):
-        if not report.complete:  # a finding is a warning or an error
+        if not report.complete:  # `complete`: no finding is a warning or an error
             print(f"Not as it was given: {report}")

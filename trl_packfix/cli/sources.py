@@ -44,7 +44,8 @@ def load_rows(name: str, split: str = "train", config: str | None = None, *, set
         name: a path, or a name on the hub.
         split: the split to return, of a dataset that has splits.
         config: the configuration of a dataset on the hub that has several.
-        setting: how messages name the setting of the split, with the character before its value.
+        setting: what stands before the value of the split in messages: "--split " for a flag, "split: " for a key of a
+            config file.
 
     Raises:
         ValueError: the dataset cannot be read, or has no such split.
@@ -107,7 +108,7 @@ def check_header(name: str, columns: Sequence[str]) -> None:
 
 
 def check_paths(words: Iterable[str]) -> None:
-    """Refuse DATA that does not exist, before libraries are imported that take seconds.
+    """Refuse DATA that does not exist. Commands call it before they import their other modules, which takes seconds.
 
     Args:
         words: the arguments of the command. DATA are the words before the first flag.
