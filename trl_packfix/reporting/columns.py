@@ -54,9 +54,14 @@ COLUMNS = (
     Column("packs", "num_packs", metric="packs", unit="packs", meaning="in an epoch"),
     Column("", "lower_bound", metric="lower_bound", unit="packs", meaning="fewest that any plan needs"),
     Column(
-        "filled", "efficiency", ".1%", "efficiency", "tokens / room in the packs", meaning="tokens / (packs x capacity)"
+        "filled",
+        "efficiency",
+        ".1%",
+        "efficiency",
+        legend="tokens / room in the packs",
+        meaning="tokens / (packs x capacity)",
     ),
-    Column("padded", "padding_efficiency", ".1%", "padding_efficiency", "the same without packing"),
+    Column("padded", "padding_efficiency", ".1%", "padding_efficiency", legend="the same without packing"),
     # The steps of a stream (`num_rows` is None) are not steps of an epoch
     Column(
         "steps",
@@ -73,9 +78,9 @@ COLUMNS = (
         "imbalance",
         ".3f",
         "imbalance",
-        "1.06 where waiting for the slowest rank adds 6 % (modelled)",
-        "ratio",
-        "modelled time / modelled time if ranks never waited",
+        legend="1.06 where waiting for the slowest rank adds 6 % (modelled)",
+        unit="ratio",
+        meaning="modelled time / modelled time if ranks never waited",
     ),
     Column("cut", "num_cut", legend="documents truncated, split or dropped"),
     Column(
@@ -83,16 +88,17 @@ COLUMNS = (
         "lost_trained_share",
         ".2%",
         "lost_trained_share",
-        "share of the trained tokens",
+        legend="share of the trained tokens",
         meaning="trained tokens that are cut, dropped or not reached",
     ),
-    # `rows` is a share, too: with shared prefixes, the tokens that are computed
+    # The section `shared_prefixes` is None if no prefixes are shared. Its `rows` is the share of the tokens that is
+    # computed, and a family is a set of documents that begin alike
     Column(
         "computed",
         "shared_prefixes.rows",
         ".2f",
         "computed_share",
-        "share of the tokens of the documents",
+        legend="share of the tokens of the documents",
         meaning="tokens that are computed over those of the documents",
     ),
     Column(
@@ -100,8 +106,8 @@ COLUMNS = (
         "shared_prefixes.families_per_step",
         ",.1f",
         "families_per_step",
-        "those that begin alike, each as one",
-        "families",
+        legend="those that begin alike, each as one",
+        unit="families",
     ),
     Column("images/pack", "images.per_pack", ".1f", "images_per_pack", unit="images", meaning="mean"),
     # Shown only for datasets with images, which cannot be cut
@@ -116,19 +122,27 @@ COLUMNS = (
         "images.language_imbalance",
         ".3f",
         "language_imbalance",
-        "imbalance of the language model alone",
-        "ratio",
+        legend="imbalance of the language model alone",
+        unit="ratio",
     ),
-    Column("tower", "images.tower_imbalance", ".3f", "tower_imbalance", "imbalance of the vision tower alone", "ratio"),
+    Column(
+        "tower",
+        "images.tower_imbalance",
+        ".3f",
+        "tower_imbalance",
+        legend="imbalance of the vision tower alone",
+        unit="ratio",
+    ),
     Column(
         "exchange",
         "shared.exchange_share",
         ".1%",
         "exchange_share",
-        "share of the modelled time in the exchange between ranks that share a pack",
+        legend="share of the modelled time in the exchange between ranks that share a pack",
     ),
     Column("part", "shared.largest_part", legend="tokens of the largest part of a pack on a rank"),
     Column("micro-steps by degree", "shared.histogram", text="", legend="degree: ranks that share a pack", wraps=True),
+    # The number of ranks that a document of `max_length` needs. Shorter documents may be in packs on fewer ranks
     Column(
         "",
         "shared.smallest_degree",

@@ -50,8 +50,9 @@ class PackingReport(PackingNumbers):
     - `most_documents`: the most documents in one micro-batch of the first epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `shared`: with sequence parallelism, how ranks share packs (of a stream: in the steps so far); else None.
-    - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan tells it; else
-      None. `trl-packfix plan` estimates it for any setting.
+    - `prefixes`: with `share_prefixes`, the section on the share of the tokens that is computed; else None. The share
+      is known for "family". For "pack" it is None, because it depends on tokens, and none is read. `trl-packfix plan`
+      estimates it for any setting.
     - `images`: the images of the documents, and what they cost; None for a dataset without images.
     - `turns`: with `per_turn`, the number of conversations and assistant turns of which the rows are made; else None.
     - `trained`: what the loss is computed on, and by which setting.
@@ -61,6 +62,8 @@ class PackingReport(PackingNumbers):
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
     - `experimental`: settings of this run with which several GPUs have not been tested yet.
     - `newer_libraries`: installed libraries that are newer than the versions with which this package was tested.
+    - `sample`: what pictures show of the first epoch (`PlanSample`): some packs; the modelled costs of the first
+      micro-steps on each rank; and the fills, a histogram of tokens / capacity over the micro-batches.
 
     The length of a stream is not known (`num_rows` is None). The counts of a stream are of the documents read so far,
     in all passes, and the report is made again when training ends.
@@ -75,8 +78,8 @@ class PackingReport(PackingNumbers):
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all attributes except the sample, as JSON values."""
-        # Without the sample, because `asdict` would copy its packs
+        """Return all fields except `sample`, as JSON values."""
+        # `sample` is taken out first, because `asdict` would copy its packs
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
         values["newer_libraries"] = list(self.newer_libraries)
         del values["sample"]
@@ -103,7 +106,7 @@ class PackingReport(PackingNumbers):
         return path
 
     def saved_values(self) -> dict[str, Any]:
-        """Return the values of `to_dict`, the lines, and the costs and fills that are drawn: what `page.py` reads."""
+        """Return the values of `to_dict`, the lines, and the costs and fills of the sample: what `page.py` reads."""
         costs = None if self.sample is None else self.sample.costs
         fills = None if self.sample is None else self.sample.fills
         return self.to_dict() | {"costs": costs, "fills": fills, "lines": self.lines()}
