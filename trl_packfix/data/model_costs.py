@@ -230,6 +230,8 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
             kv_heads=groups,
             per_token=4.0 * heads * head_dim * state_dim,  # the token is written to the state, and read from it
             chunk=chunk,
+            # Two products: queries with keys (C with B), once for all heads of a group, and their scores with the
+            # inputs of each head
             per_pair=2.0 * (groups * state_dim + heads * head_dim),
             exchanged_per_head=2 * head_dim + 1,  # an input, an output and a time step
             exchanged_per_kv_head=2 * state_dim,  # a key and a query (B and C)
@@ -255,13 +257,17 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
     value_dim = value_dim or head_dim
     if not (heads and key_dim and value_dim):
         return None
-    num_decays = 1 if value_heads else key_dim  # KDA has a decay for each row of a key
+    # KDA has a decay for each row of the state, (key_dim, value_dim), and Gated DeltaNet one for the whole state
+    num_decays = 1 if value_heads else key_dim
     return ScanCosts(
         layers=1,
         heads=heads,
         kv_heads=key_heads or heads,
         per_token=6.0 * heads * key_dim * value_dim,  # three products of a token with the state
         chunk=DELTA_CHUNK,
+        # The delta rule solves a system of equations in each chunk. Of the five products, three multiply `key_dim`
+        # numbers for each pair: keys with keys (the system), its inverse with keys, and queries with keys. Two multiply
+        # `value_dim` numbers: the inverse with values, and the scores of queries and keys with the solved values
         per_pair=heads * (6.0 * key_dim + 4.0 * value_dim),
         # A value, an output, the rate of the delta rule, and the decays, which count twice because they are in fp32
         exchanged_per_head=2 * value_dim + 1 + 2 * num_decays,

@@ -128,7 +128,7 @@ class Packing:
             tokens_per_rank=self.tokens_per_rank,
             smallest=smallest_degree(self.max_length, self.tokens_per_rank),
             degrees=self.degrees or all_degrees,
-            fill=FILL,  # a little below 1, which is the default; see `planned_capacity`
+            fill=FILL,  # the share of the capacity to which packs are planned, a little below 1 (`planned_capacity`)
             speeds=self.speeds or Speeds(),
         )
 
@@ -311,7 +311,8 @@ CONFIG_NAMES = {setting.name: setting.name for setting in fields(Packing)} | {
 """The name in `SFTConfig` of each field of `Packing`, in the order of the fields."""
 
 # What does a restart do if a field has another value than in the checkpoint? For a field that neither `DEALING` nor
-# `REPLANNED_SETTINGS` names it refuses, because it cannot know which documents of the epoch were trained.
+# `REPLANNED_SETTINGS` names it refuses, because it cannot know which documents of the epoch were trained. Only if a
+# field of a feature changes (`FIELDS`) does it compare the documents of the steps first (`training/table_source.py`).
 
 DEALING = frozenset(("balance", "synchronisation", "degrees", "speeds", "cost_model", "evens_targets"))
 """Fields that only say how a step is dealt to slots. A restart ignores changes, as all steps keep their documents."""

@@ -124,7 +124,8 @@ class WholeRows(Recipe):
 
     def samples(self, row: Row, row_index: int) -> list[Sample]:
         columns = text_columns(row, self.text_field)  # names of the columns that are tokenised
-        # A function of the user may read all columns. TRL would prefer texts in columns that are not tokenised
+        # A `formatting_func` gets the whole row, because it may read all columns. Otherwise `with_one_text` removes the
+        # texts that are not tokenised, because TRL would prefer some of them
         row = with_one_text(row, self.text_field) if self.formatting_func is None else dict(row)
         # Of a prompt and a completion, the completion decides
         has_messages = bool(columns) and isinstance(row[columns[-1]], list)
