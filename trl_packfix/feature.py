@@ -35,11 +35,13 @@ class Feature:
     """A feature with the settings of a run. This class itself is a run without any feature.
 
     There are two subclasses, for shared prefixes and for images. Both override `make_probe_class`, images also
-    `make_unpacked_class`, and prefixes the other hooks. For images, the objects that read and collate the rows do the
-    work of these hooks (`training/reading.py`).
+    `make_unpacked_class`, and prefixes all other hooks. Images need no other hook, because objects of their own read
+    and collate their rows (`training/reading.py`).
     """
 
-    is_on = False  # whether documents may share rows; attention then looks up keys, which only `packfix_varlen` can
+    # Whether documents may share rows. Attention then looks up the keys of a document by an index, and of all attention
+    # implementations only that of this package can, `packfix_varlen`
+    is_on = False
     has_towers = False  # whether packs have inputs for vision towers, parts of the model that read no text
     regroups = False  # whether planning has other units than documents, see `FeatureField.regrouping`
     # Parts of messages
@@ -53,7 +55,7 @@ class Feature:
 
     @property
     def plain(self) -> "Feature":
-        """The feature of all packs of the run, such as images, with which this one is combined. It is tested first."""
+        """The feature of the run without shared rows, such as images. Packs with it are tested first."""
         return self
 
     def refuse_lengths(self, num_documents: int) -> None:

@@ -7,9 +7,9 @@ import importlib.metadata
 
 __version__ = "1.0.0"
 
-# The libraries that decide how documents are packed and trained, in the versions of constraints.txt. A run on newer
-# ones says so in its report: several documents are trained in one row, a pack, and a new release may change in which
-# models they do not see each other.
+# The libraries that decide how documents are packed and trained, in the versions of constraints.txt. Several documents
+# are trained in one row, a pack, and must not see each other. In some models a newer release of a library may break
+# this, so a run with a newer release says so in its report.
 TESTED_VERSIONS = {
     "accelerate": "1.15.0",
     "datasets": "5.2.0",

@@ -83,8 +83,8 @@ class PrefixSharing(Feature):
         if step_of_documents is None:
             return make_family_pieces(planner, tokens)
         # `within` sorts the documents of each step by themselves, so families do not cross steps. Copies are documents
-        # with equal tokens. Otherwise they are in different families, to be spread over the epoch. Here their steps are
-        # chosen already, so they may be in one family.
+        # with equal tokens. The call above puts them into different families, to spread them over the epoch. Here their
+        # steps are chosen already, so they may be in one family.
         return make_family_pieces(planner, tokens.within(step_of_documents), splits_copies=False)
 
     def make_collator(self, collator: Any, *, keeps_last_rows: bool = False, compare: Any = None) -> Any:
@@ -118,7 +118,7 @@ class PrefixSharing(Feature):
         A probe tests before training that documents of a pack do not change each other's results.
         """
         probe_class = self.plain.make_probe_class(probe_class)
-        if probe_class.has_further_examples:  # the probe has documents with images
+        if probe_class.has_further_examples:  # only probes of packs with images have them
             from .images import ImagePrefixProbe
 
             return ImagePrefixProbe.with_images(probe_class.images)
@@ -138,7 +138,7 @@ class PrefixSharing(Feature):
         """
         from ...isolation.isolation_report import PackingLeakError
 
-        # Only the message for "family" has to say more than that a leak raises
+        # With another `on_leak` only "family" raises, and the message says why training cannot go on
         consequence = "" if on_leak == "raise" else ", and without sharing the planned packs do not fit"
         if self.regroups or on_leak == "raise":
             raise PackingLeakError(
