@@ -204,9 +204,10 @@ def parse_configs(
     suggestions = known  # names that the message about an unknown name may suggest
     if command_args is not None:
         suggestions = [*known, *vars(command_args), *(flag.removeprefix("--") for flag in SHORT_FLAGS)]
-        words = complete_flags(words, parser)
+        words = complete_flags(words, parser)  # short flags become flags of fields, and a switch gets its value `true`
         parser.add_argument("positionals", nargs="*")
     _refuse_unknown([name for name in settings if name not in known], suggestions, settings.keys())
+    # `texts`: argparse converts texts, so a text is right for a field of another type if it can be converted
     check_types(settings, config_classes, "in the config file", texts=True)
 
     # 2. Set the defaults. Whether packing is on by default depends on `padding_free`.
@@ -230,7 +231,9 @@ def parse_configs(
             error.add_note(PACKING_NOTE)
         raise
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse_unknown(names or unknown, suggestions, names_set)  # `train` also refuses words that are no flag
+    # If no flag is unknown, `unknown` has only words that belong to no flag, which `train` refuses. The parser of other
+    # commands takes such words as `positionals`
+    _refuse_unknown(names or unknown, suggestions, names_set)
     if names:
         # These are flags of TRL's launcher. This command has been launched already.
         PartialState().print(
@@ -239,7 +242,7 @@ def parse_configs(
         )
     if command_args is None and is_packed_by_default:
         PartialState().print(PACKING_NOTE)
-    script_args, training_args, model_args, mixture = configs[:4]
+    script_args, training_args, model_args, mixture = configs[:4]  # one for each of `config_classes`
     _check_values(training_args)
     # The parser returns arguments that are no field of a config, here `positionals`, behind the configs
     positionals = [] if command_args is None else configs[4].positionals
@@ -370,7 +373,8 @@ def _refuse_unknown(names: list[str], known: list[str], names_set: Set[str]) -> 
     if not unknown:
         return
     hints = {name: describe_foreign_keys([name]) for name in unknown}
-    defaults = other_defaults(names_set)  # a text, if the settings are those of another trainer; else ""
+    # A text with defaults of another trainer, such as axolotl, if the settings have several of its keys; else ""
+    defaults = other_defaults(names_set)
     if len(unknown) == 1 and not defaults:
         name = unknown[0]
         suggestion = "" if hints[name] else did_you_mean([name], known)

@@ -107,8 +107,8 @@ def check_types(settings: dict[str, Any], config_classes: Iterable[type], where:
         if allowed & {float, bool}:
             allowed.add(int)  # a whole number is a number, and 0 and 1 are switches
         value = settings[name]
-        # A text that `allowed` has may still be one that none of the types can be read from, such as "fast" for a
-        # number
+        # Even where texts are allowed, a text is refused if it can be converted to none of the types, such as "fast"
+        # for a number
         is_unreadable = isinstance(value, str) and not any(_parses_as(value, field_type) for field_type in types)
         if type(value) not in allowed or is_unreadable:
             expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in types)
@@ -131,7 +131,7 @@ def _parses_as(text: str, field_type: type) -> bool:
 
 def _make_entry(entry: object) -> SourceConfig:
     """Return an entry of `datasets` as a `SourceConfig`; refuse unknown keys, wrong types and a missing path."""
-    if isinstance(entry, SourceConfig):  # from the flag
+    if isinstance(entry, SourceConfig):  # argparse has made it of a word behind the flag `--datasets`
         return entry
     if not isinstance(entry, dict):
         raise ValueError(
@@ -155,6 +155,7 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     """Load the datasets of a mixture and join them.
 
     Args:
+        mixture: the datasets, and how they are joined and split.
         seed: of the division into training and test rows.
         source_column: the column with the name of each row's dataset. Datasets without this column get it.
 
@@ -200,6 +201,7 @@ def _load_source(source: SourceConfig, source_column: str | None, label: str) ->
     if any(files.values()):
         dataset = load_named(source.path, name=source.name, split=source.split, **files)
     else:
+        # `setting`: a message about a missing split says `split: NAME`, as the config file does
         dataset = load_rows(source.path, source.split, source.name, setting="split: ")
     missing = [name for name in source.columns or () if name not in dataset.column_names]
     if missing:

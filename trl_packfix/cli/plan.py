@@ -33,7 +33,8 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Plan the packs of a dataset without training, and recommend a max_length. Needs no GPU and no "
         "weights.",
     )
-    # These flags are those of fields of the config, in all their spellings, but take several values
+    # In `train` these two flags set a field of the config, and take one value. Here they take several. All spellings
+    # are declared, because a flag that this parser does not know goes to the parser of the config
     parser.add_argument(
         "--max-length",
         "--max_length",
@@ -51,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         help="which documents share a pack (default: that of the config file, else stream)",
     )
-    flags.add_world_size(parser, nargs="+", default=[1])
+    flags.add_world_size(parser, nargs="+", default=[1])  # `--world-size`, or `--gpus`
     flags.add_tokenizer(parser)
     parser.add_argument(
         "--synchronisation",
@@ -96,7 +97,8 @@ def run_plan(args: argparse.Namespace) -> int:
             )
     from .sources import check_paths
 
-    check_paths(args.unparsed_words)  # DATA, and the flags of the run
+    # The words that the parser of this command does not know (`cli/__init__.py`): DATA, and the flags of a run
+    check_paths(args.unparsed_words)
     from .forecast import show_plan
 
     return show_plan(args)

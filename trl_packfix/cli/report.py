@@ -1,6 +1,7 @@
-"""`trl-packfix report`: make one page of what a run has saved, and print its short form.
+"""`trl-packfix report`: make one page of what a run has saved, and print the first table of the page.
 
-`reporting/page.py` reads the files of the run and makes the page. A missing or broken file raises a ValueError, which
+`reporting/page.py` reads the files of the run and makes the page. Its first table is the short form of the report: what
+was trained, the tokens lost, the checks that passed, and the speed. A missing or broken file raises a ValueError, which
 `cli/__init__.py` prints and turns into exit code 2.
 """
 
@@ -32,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write the page and print its first table: the data, the training, the tokens lost, the speed. Return 0."""
+    """Write the page, print its first table or, with `--json`, the same as JSON, and return 0."""
     from ..reporting.page import NO_PICTURES, draws_pictures, make_page, read_run, summarise
     from ..reporting.report import show_lines
 
@@ -40,7 +41,8 @@ def run_report(args: argparse.Namespace) -> int:
     saved = read_run(folder)
     output = Path(args.output) if args.output else folder / PAGE
     output.write_text(make_page(saved, f"Packed training: {folder.resolve().name}"), encoding="utf-8")
-    summary = summarise(saved.numbers, saved.lines, saved.log)  # the packing report, and the log of the trainer
+    # The first table, as pairs (label, text), from the packing report and the log of the trainer
+    summary = summarise(saved.numbers, saved.lines, saved.log)
     if args.json:
         print(json.dumps(dict(summary) | {"page": str(output)}, indent=2))
         return 0
