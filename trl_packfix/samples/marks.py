@@ -37,8 +37,9 @@ def with_marks(conversation: Conversation, only: int | None = None) -> tuple[Con
     texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if leaf.kind.is_text]
     for i, leaf in enumerate(texts):
         value = leaf.holder[leaf.key]
-        # Booleans and nulls (`CONSTANT`) cannot be marked. "content before </think>", a thought inside a content, is
-        # marked below, with the content
+        # Booleans and nulls (`CONSTANT`) cannot be marked. A content with a thought before `</think>` has two leaves
+        # with the same text. The one whose path ends in "</think>" is omitted, because the other is divided at the tags
+        # below, and each part gets a mark
         if leaf.kind.path.endswith(("</think>", CONSTANT)) or only not in (None, i):
             continue
         if isinstance(value, int | float):  # and no boolean, see above

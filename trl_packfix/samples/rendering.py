@@ -22,8 +22,11 @@ FormattingFunction: TypeAlias = Callable[[dict[str, Any]], str]
 class FormattedRow(Conversation):
     """A row whose text is made by a function of the user.
 
-    All its columns are held as messages, so that `marks.py` can mark them: the first message has the other columns of
-    the row as keys, and the messages of its column of messages follow (`messages_of_columns`).
+    All its columns are held as messages, so that `marks.py` can mark them. The messages of the row follow a first
+    message, which has all other columns of the row (`messages_of_columns`):
+
+        row        {"id": 7, "messages": [first, second]}
+        messages   [{"id": 7}, first, second]
     """
 
     messages_column: str  # name of the column of messages; empty if the row has none
@@ -81,7 +84,7 @@ class Rendering:
             messages, messages_column = messages_of_columns(row)
             return FormattedRow(
                 messages,
-                num_prompt=0,
+                num_prompt=0,  # no message is a prompt
                 arguments={},
                 messages_column=messages_column,
                 formatting_func=self.formatting_func,
@@ -90,6 +93,7 @@ class Rendering:
         conversation.arguments.pop("sanitize_control_tokens", None)  # it changes tokens, not the text
         if self.chat_template is not None:
             conversation.arguments.setdefault("chat_template", self.chat_template)
+        # `turns` are the indices of the messages that are assistant turns
         if self.per_turn and conversation.turns:
             last_turn = conversation.turns[:MOST_TURNS][-1]
             conversation = replace(conversation, messages=conversation.messages[: last_turn + 1])
@@ -101,7 +105,7 @@ class Rendering:
         With `per_turn`, the sample of a turn is the conversation up to this turn, rendered as if nothing followed.
         """
         messages = conversation.messages
-        turns = conversation.turns if self.per_turn else []  # indices of the messages with assistant turns
+        turns = conversation.turns if self.per_turn else []
         # Without turns there is one sample, the whole conversation
         stops = [turn + 1 for turn in turns] or [len(messages)]
         return "\n".join(conversation.text(messages[:stop], self.tokenizer) for stop in stops)

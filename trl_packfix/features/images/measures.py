@@ -52,8 +52,9 @@ CHECK_INTERVAL = 16
 #
 #     image_stop     the token behind the last image; 0 without an image
 #     image_count    number of images
-#     image_values   number of pixel values in all sequences of the vision tower; an image or a tile is a sequence
-#     image_squares  sum over these sequences of the square of the number of pixel values
+#     image_values   count of the numbers in `pixel_values`, without padding. The vision tower reads them in sequences;
+#                    an image or a tile of an image is a sequence
+#     image_squares  the count of each sequence, squared, and summed; for the cost of attention in the vision tower
 #     spans          first token of each image and the token behind it, one after the other
 #     contents       a hash of the pixels of each image, by which documents with equal beginnings are found
 #     digest         a hash of the row, by which a cache sees that it has changed
@@ -83,7 +84,7 @@ class ProcessedImages(Recipe):
     process: RowProcessor
     rule: TurnRule | None = None  # decides which turns are trained; None if a sample is a row
     check_interval: int = 1  # one row of so many is processed in full, and all others by the sizes of their images
-    # The values of a row that cannot be processed. Tokens and labels are lists, because those of other rows are
+    # The values of a row that cannot be processed. `measure_row` returns tokens and labels of other rows as lists, too
     bad: ClassVar[Mapping[str, object]] = {"input_ids": [], "labels": []} | {
         name: value for name, (_, value) in KINDS.items()
     }
@@ -167,6 +168,7 @@ def measure(
             batch_size=1,  # batches, because a row may become several; of one row, because images need much memory
             fn_kwargs={
                 "recipe": ProcessedImages(process, rule, check_interval),
+                # Columns with dictionaries inside dictionaries. Keys that Arrow has added to them are removed
                 "structs": struct_columns(dataset.features),
             },
             remove_columns=dataset.column_names,
@@ -222,8 +224,10 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
         for example in examples:
             images = [example["image"]] if "image" in example else example["images"]
             messages = prepare_multimodal_messages(example["messages"], images=images)
+            # No message is a prompt, in which assistant turns would not be trained
             conversation = Conversation(messages, num_prompt=0, arguments={"chat_template": self.chat_template})
             selection = self.rule.select_turns(conversation)
+            # The rendered text, and the spans of its characters that are trained
             text, spans = self.rule.spans(selection, self.processor)
             # The template reads the parts from the first message.
             first_message, *later_messages = example["messages"]

@@ -27,7 +27,11 @@ class Images(ImageSupport):
         return with_named_images(dataset, name)
 
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
-        """Refuse a table with images and `conversations`, unless `per_turn` makes prompts and completions of them."""
+        """Refuse a table with images and `conversations`, which TRL's collator of images does not read.
+
+        With the setting `per_turn` it is not refused: each assistant turn becomes a `prompt` and a `completion` before
+        TRL's collator reads it.
+        """
         if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
             return  # the rows of a stream, or behind a transform, are checked when they are read
         # `forms_of_table` yields the columns of each form of text, such as ("conversations",), and which rows have it.
@@ -55,13 +59,13 @@ class Images(ImageSupport):
         return read_table(dataset, processor, args)
 
     def masking_collator(self, collate: Callable[..., Any], rule: Any) -> Callable[..., Any]:
-        """Return a collator, made from TRL's, that trains only the assistant turns of a rule."""
+        """Return a collator, made from TRL's, that trains only the assistant turns that a `TurnRule` selects."""
         from .measures import masking_collator
 
         return masking_collator(collate, rule)  # type: ignore[arg-type]  # the collator of TRL for images
 
     def count_turns(self, dataset: object, rule: Any) -> AssistantTurnCounts | None:
-        """Count the assistant turns of a table with images, before its rows are tokenised."""
+        """Count the assistant turns of a table with images by a `TurnRule`, before its rows are tokenised."""
         from .measures import count_turns_of_images
 
         return count_turns_of_images(dataset, rule)
