@@ -70,7 +70,11 @@ class RowsOfBatch(NamedTuple):
         return self.pack["input_ids"].shape[1]
 
     def to(self, device: torch.device) -> "RowsOfBatch":
-        """Return a copy on another device, which is idle: `pack_rows` has waited for it to read the tokens."""
+        """Return a copy on another device.
+
+        The host waits until all tensors are copied. This takes little time, because the device has nothing to finish
+        first: `pack_rows` has already waited for it to read the tokens.
+        """
         pack, places, cells = send_to_device((self.pack, self.places, self.cells), device)
         # By this identity attention sees, without reading them, that queries and keys have equal boundaries
         if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:
@@ -86,9 +90,9 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
     Args:
         input_ids: tokens, (B, S).
         attention_mask: 0 at padding, (B, S).
-        collate: makes the pack, and returns the places of the tokens of each document. Every token must have a place. A
-            collator that shares prefixes leaves out some last tokens, which no loss needs, unless it has the option
-            `keeps_last_rows`.
+        collate: makes the pack, and returns for each document the places of its tokens. Every token must have a place,
+            so a collator that shares prefixes needs the option `keeps_last_rows`. Without it the pack lacks the last
+            token of a document if all tokens before are shared, because no loss reads the output of a last token.
 
     Returns:
         The pack, or None if no row has a token, or if a row has padding between tokens: the model gives its tokens
@@ -108,6 +112,7 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataColl
     if not is_token.any() or (is_start.sum(1) > 1).any():
         return None
     documents = [ids[in_row] for ids, in_row in zip(tokens, is_token, strict=True) if in_row.any()]
+    # `places` has an array for each document. The second result, the tokens that documents do not share, is not needed
     pack, _, places = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
     del pack["labels"]  # the caller computes the loss of the padded batch
     places_of_tokens = np.concatenate(places)
@@ -286,7 +291,8 @@ class PackedRows(AroundCalls):
         # First, decide whether this call is packed, and make the pack. Calls within a packed call get the pack already.
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        is_within_packed_call = any(self._running)  # the calls of `AroundCalls` whose inputs were changed
+        # `_running` has an entry for each call under way. It is None for a call that runs with its own inputs
+        is_within_packed_call = any(self._running)
         if self.is_active and not is_within_packed_call and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and self._compares:
@@ -347,7 +353,8 @@ class PackedRows(AroundCalls):
     def _attend_in_backward(self, gradient: Tensor) -> None:
         """Set the attention of packs until the end of the backward.
 
-        It is a hook on the gradient of the states of a pack, which exists before any layer is recomputed.
+        It is a hook on the gradient of the states of a pack. Backward computes this gradient before it recomputes the
+        first layer, because the states are the output of the last layer.
         """
         self._switch_attention(in_pack=True)
         Variable._execution_engine.queue_callback(lambda: self._switch_attention(in_pack=False))
@@ -447,7 +454,8 @@ class PackedRows(AroundCalls):
                 packed_values = compute_values(in_pack=True)
                 gaps = _largest_gaps(padded_values, packed_values)
                 # A gap beyond its limit may be rounding. So `limits_of_rounding` repeats the run of the pack with other
-                # roundings, and measures its changes. The limit of gradients is the one of `PrefixProbe.gradient`.
+                # roundings, and measures its changes. Gradients round more than states: their limit is the square root
+                # of the limit of states, and at least `SMALLEST_ROUNDING`, as in `PrefixProbe.gradient`.
                 limits_of_states_and_gradients = [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)]
                 limits = probe.limits_of_rounding(
                     gaps,

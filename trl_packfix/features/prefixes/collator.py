@@ -131,8 +131,8 @@ class PrefixCollator(PackedDataCollator):
         rows_of_documents = [rows] * len(order)
         num_rows = 0  # rows of all runs so far
         for i, num_shared in zip(order, shared, strict=True):
-            # The token of the document with which its run begins. A document that equals the one before it shares all
-            # tokens, but the last token of that document may have no row.
+            # The token of the document with which its run begins. A document that equals the one before it shares all n
+            # tokens. If the one before it has only n - 1 rows, without its last token, only these are shared.
             first = min(num_shared, len(rows))
             run_length = len(tokens[i]) - first
             if run_length == 1 and first and not self.keeps_last_rows:
@@ -171,7 +171,8 @@ class PrefixCollator(PackedDataCollator):
         first_positions = [run.first for run in runs]
         keys = [rows_of_documents[run.document] for run in runs]
         num_rows = sum(map(len, run_tokens))
-        padding = self._num_padding(num_rows, degree)  # rows of padding, see `_num_padding`
+        # Padding makes the number of rows a multiple of `degree` and of `pad_to_multiple_of`
+        padding = self._num_padding(num_rows, degree)
         if padding:
             run_tokens.append(np.full(padding, self.pad_token_id, dtype=np.int64))
             first_positions.append(0)

@@ -36,11 +36,11 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
     def further_examples(self) -> Examples:
         """Make a pack of documents with images, and variants of it.
 
-        Three documents share an image, and one has a different image of the same size behind the same text. Two
-        documents share two images, and two others share only the first of these, so that a run has some of the images
-        of its document. The runs are in another order than the documents, so that a model which takes images in the
-        order of documents fails. If ranks share the pack, an image lies across the middle of its rows, where a part
-        ends.
+        Documents 0, 2 and 6 share an image, and document 3 has a different image of the same size behind the same text.
+        Documents 5 and 7 share two images, and documents 1 and 8 share only the first of these with them. So the run of
+        a document may have only its second image. The runs are in another order than the documents, so that a model
+        which takes images in the order of documents fails. If ranks share the pack, an image lies across the middle of
+        its rows, where a part ends.
         """
         image = self.images.image  # makes a random image of a width and a height in pixels
         document = self.document  # joins tokens and images to a document
