@@ -48,7 +48,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     the packs stay as they are: units that fill their packs exactly cannot always be dealt another way.
 
     Args:
-        packs: numbers of the units in each pack; at most S packs, none above the capacity.
+        packs: indices of the units in each pack; at most S packs, none above the capacity.
         units: all units, also of other steps.
         bins: the slots of the step.
 
@@ -110,7 +110,9 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     dealt_costs = np.array([costs[pack].sum() for pack in dealt])
     order = np.arange(num_slots) if by_rank else np.argsort(-dealt_costs, kind="stable")
     is_faster = modelled_time(dealt_costs[order]) < best_time
-    if is_faster and all(map(len, dealt)):  # a rank would compute a dummy document in a slot without units
+    # In a slot without units a rank would compute a dummy document
+    has_no_empty_slot = all(map(len, dealt))
+    if is_faster and has_no_empty_slot:
         dealt_packs = [members[dealt[i]] for i in order]
         if bins.fits(dealt_packs, units):  # no pack is above the capacity
             return dealt_packs
@@ -138,18 +140,18 @@ def least_loaded(
 
 
 def even_targets(packs: list[Int64Array], units: Units, num_packs: int, *, bins: Bins) -> list[Int64Array]:
-    """Deal the units of `packs` anew so that packs have even numbers of trained tokens.
+    """Deal the units of `packs` anew so that all packs have about the same number of trained tokens.
 
     Where the loss is a mean over each micro-batch, a trained token counts more in a pack with few trained tokens.
 
     Args:
-        packs: numbers of the units in each pack, none above the capacity.
+        packs: indices of the units in each pack, none above the capacity.
         units: all units, also of other steps, with `targets`.
         num_packs: number of packs to make.
         bins: the slots of the packs.
 
     Returns:
-        At least `num_packs` packs. They are `packs`, with empty packs behind, if nothing more even is found.
+        At least `num_packs` packs. They are `packs`, with empty packs behind, if no better way to deal is found.
 
     >>> from .costs import CostModel
     >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
@@ -194,10 +196,10 @@ def deal_units(
 ) -> list[Int64Array]:
     """Deal units to the slots of a step by cost.
 
-    A micro-step takes as long as its most costly slot. If one unit has more than an even share of all excess, the other
-    ranks of its micro-step wait for it. Further long units in the slots of these ranks take no time, as long as the
-    excess of a slot is not above that of this unit. For example, a unit of excess 9 shares its micro-step with a slot
-    that has units of excess 4 and 4. All other units go where there is least excess.
+    A micro-step takes as long as its most costly slot. If one unit has more than an even share of all excess, the ranks
+    with the other slots of its micro-step have to wait for it. So these slots get further long units, which take no
+    time as long as the excess of each slot is not above that of this unit. For example, the slot beside a unit of
+    excess 9 gets two units of excess 4. All other units go where there is least excess.
 
     A *group* is the slots whose costs add up between two waits: one slot or, with `by_rank`, all slots of a rank.
 

@@ -49,11 +49,11 @@ class Bins:
         """Return whether each pack may be in a slot. This is the only rule about what may share a pack.
 
         All functions that deal units anew call this method, and keep the packs that were planned if it returns False.
-        If a pack fulfils a condition that is added here, each part of it must fulfil it, too, because packs are also
-        halved without a call.
+        Functions that halve a pack do not call it. So any rule that is added here must hold for each part of a pack for
+        which it holds, as the limit on rows does.
 
         Args:
-            packs: numbers of the units in each pack.
+            packs: indices of the units in each pack.
             units: all units.
         """
         return all(units.rows[pack].sum() <= self.capacity for pack in packs)
@@ -79,7 +79,7 @@ class Units:
     def costs(self, degree: int = 1) -> Float64Array:
         """Return the FLOPs of each unit on all `degree` ranks of a group together, shape (U,)."""
         if degree not in self._costs:
-            # If attention heads cannot be divided evenly among the ranks, every rank counts as the one with most heads
+            # If the ranks have unequal numbers of attention heads, each counts with the most heads that one of them has
             cost_model = self.cost_model.shared_by(degree)
             self._costs[degree] = self._language_costs(cost_model) + self.image_costs
         return self._costs[degree]
@@ -96,9 +96,9 @@ class Units:
         Documents keep this step in packed training. Here each unit is a document, so `order` is sorted already.
 
         Args:
-            order: document numbers in the order in which the unpacked run visits them, shape (N,).
-            step_of_documents: the step of each document, by its number, shape (N,); -1 for a document that the
-                unpacked run does not reach. Such documents are last in `order`.
+            order: indices of the documents in the order in which the unpacked run visits them, shape (N,).
+            step_of_documents: the step of each document, by its index, shape (N,); -1 for a document that the unpacked
+                run does not reach. Such documents are last in `order`.
             num_steps: the number of steps.
 
         Returns:
@@ -118,12 +118,12 @@ class Units:
         """Replace the units of slots by their documents.
 
         Args:
-            units: numbers of units, slot after slot.
+            units: indices of units, slot after slot.
             offsets: slot i has the units from `offsets[i]` up to `offsets[i + 1]`.
-            rng: draws the order of the documents in each unit; without it they are in the order of their numbers.
+            rng: draws the order of the documents in each unit; without it they are in the order of their indices.
 
         Returns:
-            The numbers of the documents, slot after slot, and the offsets of the slots into them.
+            The indices of the documents, slot after slot, and the offsets of the slots into them.
         """
         return units, offsets
 
@@ -131,10 +131,10 @@ class Units:
         """Replace the documents of slots by their units, the inverse of `to_documents`.
 
         Args:
-            documents: numbers of documents, slot after slot; the documents of a unit follow each other.
+            documents: indices of documents, slot after slot; the documents of a unit follow each other.
             offsets: slot i has the documents from `offsets[i]` up to `offsets[i + 1]`.
 
         Returns:
-            The numbers of the units, slot after slot, and the offsets of the slots into them.
+            The indices of the units, slot after slot, and the offsets of the slots into them.
         """
         return documents, offsets
