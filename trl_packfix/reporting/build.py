@@ -86,7 +86,7 @@ def make_report(
         # Unpacked loss / packed loss. Both divide the same sum, by counts of tokens that may differ
         unpacked_loss=num_trained / unpacked_divisor,
         num_packs=plan.num_packs if plan else None,
-        lower_bound=plan.lower_bound if plan else None,
+        lower_bound=plan.lower_bound if plan else None,  # number of packs that every plan needs at least
         efficiency=plan.efficiency if plan else None,
         padding_efficiency=_padding_efficiency(lengths, packing.batch_size),
         num_steps=planner.num_steps,
@@ -147,7 +147,7 @@ def _count_fills(schedule: Schedule, units: Units, planner: EpochPlanner) -> lis
     Args:
         schedule: the schedule of units.
         units: the units.
-        planner: the planner that made both.
+        planner: the planner of the table, whose settings have the most tokens of a rank.
     """
     degrees = schedule.degrees[:, None]  # number of ranks that share each pack
     # `rows` of a unit: its tokens, of which a token that several documents share counts once

@@ -3,9 +3,9 @@
 A feature is a part of the package that a run may use, in a folder of `features/`. `Feature.report_section`
 (`trl_packfix/feature.py`) makes the section of a run before training. For `trl-packfix plan`, `estimate_savings` of the
 folder makes it. The only feature with a section so far is shared prefixes: documents that begin alike compute their
-common beginning once (`features/prefixes/savings.py`). Beside what is named here, `columns.py` reads numbers of a
-section by the names of its attributes. The *unpacked run* is the training that TRL would do with the same settings and
-without packing.
+common beginning once (`features/prefixes/savings.py`). The protocol names what every section has. A section also has
+numbers of its own, such as `families_per_step`, which `columns.py` reads by the names of their attributes. The
+*unpacked run* is the training that TRL would do with the same settings and without packing.
 """
 
 from typing import Protocol, Self
@@ -46,9 +46,10 @@ class FeatureSection(Protocol):
             unpacked_documents: documents of an optimizer step of the unpacked run.
 
         Returns:
-            (number of independent documents, beginning of the line "against unpacked" with this number, end of this
-            line with a setting that the user may choose in place of another learning rate); None if all documents of a
-            step are independent.
+            The number of independent documents, and two parts of the line "against unpacked". The line begins with the
+            first part, which tells this number, and ends with the second, which names a setting that the user may
+            choose in place of another learning rate. For example, `(12.5, "12.5 families per step (unpacked: 32
+            documents): ", '; or share_prefixes="pack"')`. None if all documents of a step are independent.
         """
         ...
 

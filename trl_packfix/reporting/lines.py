@@ -124,7 +124,8 @@ def _unpacked_text(report: PackingNumbers) -> str:
         return f"about {documents:,} documents per step, too: no setting has to change"
     independent_ratio = ratio
     independent_text = ""
-    alternative = report.rank_section.alternative_text  # end of the line: a setting that does not need the advice
+    # The end of the line, which names a strategy with which no setting has to change; "" if there is none
+    alternative = report.rank_section.alternative_text
     # `independent_documents` returns None if all documents of a step are independent, else their number per step, the
     # beginning of the line and its end
     independent = None if report.prefixes is None else report.prefixes.independent_documents(documents)
