@@ -131,7 +131,8 @@ class PackedForwardGuard(ModelHooks):
     """The hooks that check the packed forwards of a model, and make their boundaries known inside the model.
 
     Args:
-        modules_given_packs: see `ModelHooks`, for other hooks on the model.
+        modules_given_packs: modules inside the model to which other hooks on the model give packs (`ModelHooks`). The
+            guard has its hooks on these modules, too, because the model itself gets padded rows.
         before_pack: called at the beginning of each packed forward.
 
     Attributes:
@@ -211,7 +212,8 @@ class PackedForwardGuard(ModelHooks):
             if running.kv_index is not None:
                 # Documents share prefixes, so keys have an index. For example, documents P C and P D with the prefix P
                 # are P C D in the batch, with boundaries around P C and around D. A module inside the model would take
-                # D alone for a document. So only attention gets the boundaries, from the running forward (`varlen.py`).
+                # D alone for a document. So all boundaries (`CU_SEQ_LENS` and "seq_idx") are left out of the arguments,
+                # and only attention reads them, from the running forward (`varlen.py`).
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         self._packed_flags.append(layout.is_packed)
         return args, kwargs

@@ -66,8 +66,9 @@ def calls_watched(
 ) -> Iterator[None]:
     """Within this context, `note` is called after each call of the modules.
 
-    Hooks on a repaired module change its inputs and outputs (`repair.py`). What is read here is what the module would
-    get and return without these hooks: inputs for the whole pack, and outputs for the whole pack.
+    Inputs and outputs are read for the whole pack, also those of a repaired module (`repair.py`). Its hooks divide the
+    inputs into batches of documents, and join the outputs to a pack again. Inputs are read before they are divided, and
+    outputs after they are joined.
 
     Args:
         modules: the modules to watch, by name, the outermost first.
@@ -89,7 +90,7 @@ def calls_watched(
                 note(name, num_calls[name], inputs[name].pop(), read(output_leaves(output)[0]))
                 num_calls[name] += 1
 
-            # These hooks run before and after all other hooks on the module.
+            # `before` runs before all other hooks on the module, and `after` runs after them.
             hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after))
         try:

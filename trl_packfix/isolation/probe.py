@@ -43,8 +43,11 @@ NUM_EXTRA_TOKENS = 3  # tokens by which a document is longer than the one in who
 NUM_PADDING_TOKENS = 2  # tokens of padding behind a document alone
 # A larger change of earlier states, relative to the largest state, is no rounding
 READ_AHEAD_THRESHOLD = 1e-3
-GRADIENT_ROUNDING_FACTOR = 64  # limit of differences of gradients, in multiples of the rounding of states
-LARGEST_GRADIENT_LIMIT = 1e-2  # if the limit is larger, only a gradient that is lost counts as an error
+# The gradients of a document in a pack and alone may differ by this many times the rounding of states
+GRADIENT_ROUNDING_FACTOR = 64
+# If they may differ by more than this, as in half precision, the difference is no longer judged. Then the gradient of a
+# token is an error only if it is *lost*: 0 in the pack, and not 0 alone
+LARGEST_GRADIENT_LIMIT = 1e-2
 # Below this relative difference of gradients, a difference can be rounding even if the model is in fp64, because some
 # modules compute in fp32. The probes of two features use it
 SMALLEST_ROUNDING = 1e-4
@@ -215,7 +218,7 @@ class Probe(ProbedModel):
                 problems = gather_values(problem)
                 if any(problems):
                     raise CannotRun(next(filter(None, problems)))
-            (states,) = self.group.gather(states, dim=1)
+            (states,) = self.group.gather(states, dim=1)  # (1, rows of a part, hidden) -> (num_rows, hidden)
         if len(states) != num_rows:
             raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
         return states
@@ -354,8 +357,8 @@ class Probe(ProbedModel):
                 for bit in range(num_bits)
             ]
         else:
-            # With a large limit, in half precision, a rounding may choose other experts. Then only lost gradients are
-            # found.
+            # In half precision the limit is large, and rounding may make a router choose other experts, so that
+            # gradients differ by any amount. So no limit is set there, and only lost gradients are found.
             limit = GRADIENT_ROUNDING_FACTOR * self.rounding
             limit = limit if limit < LARGEST_GRADIENT_LIMIT else inf
             targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
@@ -376,10 +379,13 @@ class Probe(ProbedModel):
     ) -> float | None:
         """Return the largest error in the gradients of documents with respect to the embeddings of their pack.
 
+        There are two kinds of error: a gradient in rows that are not the document's, which should be 0; and a
+        difference from the gradient of the document alone, relative to the largest value of that gradient.
+
         Args:
             batch: the pack, or the part of it that this rank has.
             targets: the rows that are differentiated, one gradient for each.
-            limit: relative difference between the gradient of a document in the pack and alone above which it is an
+            limit: the largest relative difference between the gradient of a document in the pack and alone that is no
                 error; None does not compare them.
             crossing_limit: size of a gradient in other documents' rows, relative to the largest, up to which it is no
                 error.
@@ -388,6 +394,7 @@ class Probe(ProbedModel):
             The largest error of both kinds, 0 if there is none, or None if the model has no such gradients.
         """
         error = 0.0
+        # For each target the gradient with respect to the embeddings of the whole pack, (T, hidden)
         gradients = self.embedding_gradients(
             batch, [target.rows[target.num_shared :] for target in targets], self.group
         )
@@ -412,7 +419,8 @@ class Probe(ProbedModel):
                 if gradients_alone is None:
                     return None
                 gradient_alone = gradients_alone[0][: len(rows)]
-                # Now also the scale of `crossing`. Not 0: states depend on the embeddings of their tokens
+                # From here on this is also the scale by which `crossing` is judged. It is not 0, because states depend
+                # on the embeddings of their tokens
                 scale = gradient_alone.abs().max().item()
                 # A gradient of 0 in a row that has one alone was not sent back to its rank.
                 is_lost = ((gradient_in_pack == 0).all(-1) & (gradient_alone != 0).any(-1)).any().item()

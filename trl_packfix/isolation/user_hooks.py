@@ -111,7 +111,8 @@ def sample_parameters(model: nn.Module) -> Tensor:
     Two such tensors are equal if the parameters have not been trained in between.
     """
     for module in model.modules():
-        # FSDP2's units may hold whole parameters after a forward, the root always. The samples are those of the shards.
+        # After a forward the root module of FSDP2 holds whole parameters, and other modules may. `reshard` leaves only
+        # the shard of this rank, of which the samples are taken.
         if isinstance(module, FSDPModule):
             module.reshard()
     samples = []

@@ -154,9 +154,9 @@ SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_leng
 NOT_OF_STREAMS = _strategy_condition(lambda traits: not traits.packs_streams)
 # "wrapped", which joins all documents and cuts them into blocks of `max_length` tokens
 CUT_BLOCKS = _strategy_condition(lambda traits: traits.cuts_blocks)
-# Strategies that limit packs by `max_length` or by the batch size, and not by `tokens_per_rank`. They need more than
-# the lengths of documents, so the public function `plan_packs` refuses them. `alternative` has the text of its message
-# that says what to do instead
+# Strategies that limit packs by `max_length` or by the batch size, and not by `tokens_per_rank`. The public function
+# `plan_packs` refuses the same strategies, because they need more than the lengths of documents. `alternative` says
+# what a user does in place of calling it, and is None for the strategies that it takes
 NOT_PLANNED_BY_TOKENS = _strategy_condition(lambda traits: traits.alternative is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
@@ -185,12 +185,12 @@ NO_MAX_STEPS = Condition(
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
 def NO_TRUNCATION(settings: RunSettings) -> str | None:
-    # How a message names the policy: by `overlong` if it is set, else by a strategy whose default is to split. It is
-    # None for a strategy whose default is to truncate
+    # What happens to documents longer than `max_length` is decided by `overlong` or, if it is unset, by the strategy.
+    # `decider` is the text by which a message names this setting; None for a strategy that truncates
     splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
-    policy = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
-    truncates = policy == "`overlong='truncate'`"
-    return policy if settings.packs and not truncates else None
+    decider = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
+    truncates = decider == "`overlong='truncate'`"
+    return decider if settings.packs and not truncates else None
 
 
 @_make_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")

@@ -85,6 +85,8 @@ class TrainingData(BatchMaker):
         trained_summary: which tokens are trained, and by which setting.
         constructed_with: the model and settings of the constructor, and the check that refuses others later.
         padded_collator: TRL's collator, or the user's, which makes padded batches.
+
+    `BatchMaker` has the attributes `reading`, `ranks`, `vocab_size`, `turn_counts` and `trl_counts_first_labels`.
     """
 
     padded_collator: Callable[..., Any]
@@ -116,8 +118,8 @@ class TrainingData(BatchMaker):
         if args.world_size > 1:
             # Threads that exchange data between ranks may abort the process if it ends before them
             wait_for_threads_at_exit()
-        # If the model accepts a number of tokens as divisor, TRL divides its loss by a count of labels. The count has
-        # the first label of each row, unless `_loss_shifts_labels` is True
+        # If the model accepts a divisor of its loss, TRL gives it the number of labels that are not -100. This number
+        # includes the first label of each row, which no token predicts, unless `_loss_shifts_labels` is True
         self.trl_counts_first_labels = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
         # Second, make the collators
@@ -130,7 +132,7 @@ class TrainingData(BatchMaker):
             self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
             trainer.data_collator = collate
-            self._text_collator = collate.text_collator
+            self._text_collator = collate.text_collator  # `shares_rows` reads and sets whether it shares rows
 
         # Third, check all sets, read the training set and make the packed model. TRL does not call `_prepare_dataset`
         # for datasets with images, so what it checks is checked here for them
@@ -228,9 +230,9 @@ class TrainingData(BatchMaker):
         # and `DocumentNoise` adds the noise of NEFTune by document
         hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
-            # A model that mixes documents of a pack may be unpacked: it gets them as rows. Documents of text are then
-            # embedded longest first, and documents with images in the order of the pack. The noise of a row depends on
-            # its length, so `DocumentNoise` must know the order
+            # If a model mixes documents of a pack, it may be *unpacked*: it then computes the documents of a pack as
+            # rows of padded batches. Documents of text are embedded longest first, and documents with images in the
+            # order of the pack. The noise of a row depends on its length, so `DocumentNoise` must know the order
             is_text_only = self.reading.is_text_only
             hooks.append(DocumentNoise(self.base_model, args.neftune_noise_alpha, embeds_longest_first=is_text_only))
         packed_model = PackedModel(
