@@ -41,7 +41,7 @@ class ImageExamples(Feature):
         ValueError: an output of the processor cannot be joined over documents.
     """
 
-    has_towers = True
+    has_towers = True  # so the model gets the attention and the hooks of vision towers while it takes packs
 
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
         # `process` has the settings of the run, which may train completions or answers only. Messages without
@@ -58,7 +58,11 @@ class ImageExamples(Feature):
         return ImageProbe.with_images(self)
 
     def make_unpacked_class(self, unpacked_class: Any) -> Any:
-        """Return the class that runs the documents of a pack as rows, for models with images."""
+        """Return the hooks that run the documents of a pack as rows of a padded batch, for models with images.
+
+        They are installed if documents of a pack change each other in the model, no repair helps or is allowed, and
+        `on_leak` does not raise an error.
+        """
         return UnpackedImages
 
     def image(self, width: int, height: int) -> "Image.Image":
@@ -102,13 +106,14 @@ class ImageExamples(Feature):
             _, stop = image_spans[-1]
             token_outputs = {name: piece[name][:, first:stop] for name in self.layout.tokens & piece.keys()}
             pieces.append(piece | token_outputs | {"input_ids": piece["input_ids"][first:stop]})
-        # Join the pieces as the documents of a pack are joined, without boundaries. `image_outputs` has the outputs for
-        # tokens, too, unless no piece has an image: then they are 0
+        # Join the pieces as the documents of a pack are joined, without boundaries
         tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
-        token_outputs = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
-        runs = [DocumentRun(i) for i in range(len(pieces))]
-        image_outputs = PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
-        return {"input_ids": tokens} | token_outputs | image_outputs
+        runs = [DocumentRun(i) for i in range(len(pieces))]  # of each piece, all tokens
+        # Without M-RoPE only the shape of the third argument, the positions, is read: that of the tokens
+        outputs = PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
+        # `outputs` lacks the outputs for tokens if no piece has an image. They are then 0, as for text
+        text_outputs = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
+        return {"input_ids": tokens} | text_outputs | outputs
 
     def packed_batch(
         self, documents: list[dict[str, Any]], text_collator: PackedDataCollator | None = None

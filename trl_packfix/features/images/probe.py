@@ -57,8 +57,9 @@ class ImageProbe(Probe):
         """Make a pack of four documents with images in different places, and variants of it in which one is replaced.
 
         The second document ends with an image and the third begins with one, so a model that joins neighbouring images
-        joins these. The last document has no image. If ranks share the pack, the last document is so long that the
-        middle of the pack, where a part ends at every degree, is in the middle of an image.
+        joins these. The last document has no image. If s ranks share the pack, each holds T / s consecutive tokens of
+        it. s is a power of two, so a rank ends in the middle of the pack. The last document is so long that this place
+        is in the middle of an image.
         """
         image = self.images.image
         tokens = self.tokens  # draws a document of so many random tokens
@@ -94,7 +95,8 @@ class ImageProbe(Probe):
     def _make_batch(self, documents: Sequence[Any], group: Group = ALONE) -> dict[str, Any]:
         """Return the batch of a pack, or the part of it that this rank holds where the ranks of a group share it."""
         values = [self._values(document) for document in documents]
-        share = RankShare(values, group)  # the documents of a pack, with the group that shares it
+        share = RankShare(values, group)  # the list of documents, with the group of ranks that share the pack
+        # `_collate` joins the tokens, `packed_batch` adds the images and, if ranks share the pack, cuts the part
         return self.move_batch(self.images.packed_batch(share, self._collate))
 
     def _values(self, document: Tensor | ImageDocument | Mapping[str, Any]) -> dict[str, Any]:

@@ -52,13 +52,16 @@ class ImageReading(TextReading):
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
         self.process = row_processor(trainer.data_collator, self.args.per_turn)
-        self.compare = self.process.compare  # documents -> their tokens, with a number for the content of each image
+        # Finds common beginnings for `share_prefixes`: it returns the tokens of documents, in which a number stands for
+        # the content of each image
+        self.compare = self.process.compare
         inner = base_model(trainer.model)
         model_class = type(inner.base_model)  # the class below the LM head, which has the method for M-RoPE positions
         rope_index = RopeIndex(model_class, inner.config) if hasattr(model_class, "get_rope_index") else None
         self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
-        self.feature = self.examples  # its probe makes documents with them
-        self.tower = vision_tower(inner) or nn.Module()  # without parameters, so not trained, if no tower is known
+        self.feature = self.examples  # makes the documents with images on which the model is tested before training
+        # An empty module has no parameters, so the tower does not count as trained if it is not known
+        self.tower = vision_tower(inner) or nn.Module()
 
     def make_reader(self, dataset: Dataset, name: str) -> RowReader:
         """Return the reader of a table. A table without images that is tokenised is read as text."""
@@ -84,7 +87,9 @@ class ImageReading(TextReading):
     def first_stream_row(self, dataset: IterableDataset) -> str:
         """Return a hash of the first row of a stream, by which ranks see whether they read the same one."""
         stream, rows = self.stream_rows().open_stream(dataset)  # `rows` is the `StreamImages` for this stream
-        rows = replace(rows, structs={})  # hashed as it is, with the keys that Arrow added, as in older checkpoints
+        # Without `structs`, `encode_row` leaves keys with null in the dictionaries of a row, which Arrow has added to
+        # give all dictionaries of a column the same keys. All ranks hash them alike
+        rows = replace(rows, structs={})
         return hashlib.sha256(repr(rows.encode_row(next(iter(stream)))).encode()).hexdigest()
 
     def read_whole_stream(self, dataset: IterableDataset) -> Dataset:
@@ -112,8 +117,9 @@ class ImageReading(TextReading):
 
     def tower_flops(self, inputs: dict[str, Any], costs: CostModel, dtype: torch.dtype) -> Tensor:
         """Return the FLOPs of a forward of the vision tower on a batch, a scalar of this dtype."""
-        sizes = sequence_sizes(inputs).to(dtype)  # pixel values of each image or tile
-        return costs.tower(sizes, sizes**2).sum()  # attention grows with the square
+        sizes = sequence_sizes(inputs).to(dtype)  # number of pixel values of each image or tile
+        # The matrices cost FLOPs for each value, and attention for each pair of values of one image or tile
+        return costs.tower(sizes, sizes**2).sum()
 
     def pack_content(self) -> PackedImages:
         """Return the object that adds images to the batch of a pack.
@@ -128,11 +134,11 @@ class ImageReading(TextReading):
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
     def can_replace(self, collate: Callable[..., Any]) -> bool:
-        """Return True: `padded_collator` makes a new collator, which never calls the old one."""
+        """Return True: `padded_collator` can take the place of any collator, because it does not call that collator."""
         return True
 
     def padded_collator(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the collator of padded batches."""
+        """Return the collator of padded batches, which does not call `collate`."""
         return PaddedImageCollator(self.examples.layout, self._trainer._tokenizer.pad_token_id)
 
     def check_padded(self, reader: RowReader) -> None:
@@ -148,7 +154,7 @@ class ImageReading(TextReading):
         if not is_sharded or accelerator.num_processes == 1:
             return
         stops = reader.image_stops  # for each row the token behind its last image, 0 without an image
-        # Of a table of text there are no stops. Otherwise it is allowed that all rows have an image, or none
+        # A table of text has no stops. Nothing is wrong either if all rows have an image, or if none has
         if stops is None or stops.all() or not stops.any():
             return
         raise ValueError(
@@ -174,7 +180,7 @@ class ImageReading(TextReading):
 
 
 def read_table(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
-    """Return the reader of a table of rows with images, without a trainer. They are measured as the trainer does."""
+    """Measure the rows of a table with images as the trainer does, but without a trainer, and return their reader."""
     check_and_set_up(dataset, processor, args)
     completion_only = args.completion_only_loss
     if completion_only is None:
@@ -197,8 +203,8 @@ def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool
     """
     set_pad_token_by_text(plain_tokenizer(collate.processor))
     if per_turn:
-        # A turn is given to the collator as a prompt and a completion. TRL has chosen the loss by the columns of the
-        # dataset, which has messages, so not for completions only
+        # The collator gets each turn as a prompt and a completion, of which only the completion is trained. The dataset
+        # has a column of messages, for which TRL has set `completion_only_loss` to False
         collate = replace(collate, completion_only_loss=True)
     return RowProcessor(collate)
 

@@ -69,7 +69,7 @@ def tower_attention(
             kernel refuses it.
     """
     bounds = kwargs.get("cu_seq_lens_q")
-    # A mask may hide more than other images do, so `sdpa` computes it
+    # Boundaries say which patches belong to one image. A mask may hide more, so with a mask `sdpa` computes the call
     if bounds is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     is_causal = kwargs.get("is_causal")
@@ -123,7 +123,10 @@ def _passes_boundaries(module_class: type[nn.Module]) -> bool:
 
 
 def tower_configs(model: PreTrainedModel) -> list[Any]:
-    """Return the configs of towers that pass boundaries to flash attention, and call other attention per image."""
+    """Return the configs of the modules of towers that give all images to flash attention in one call.
+
+    With any other attention these modules call it once per image.
+    """
     configs = {}
     for tower in find_towers(model):
         for module in tower.modules():

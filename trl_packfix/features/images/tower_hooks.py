@@ -41,8 +41,8 @@ class TowerHooks(AroundCalls):
             yielded if the call stays as it is.
         """
         forward = running_forward()  # the packed forward that runs, with the group of ranks that share the pack
-        # `entered_forward` is the packed forward that this guard has made. If several guards are on a model, the others
-        # have None, so the images are divided once.
+        # A model may have several guards, each with `TowerHooks` of its own. Only the guard that has made the running
+        # forward has it as `entered_forward`. The hooks of the others do nothing, so the images are divided once.
         if forward is None or forward is not self._guard.entered_forward:
             return
         args, kwargs, division = divide_tower_inputs(args, kwargs, forward.group)
@@ -52,7 +52,7 @@ class TowerHooks(AroundCalls):
 
 
 def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Remove the boundaries of documents (`cu_seq_lens_q` and so on) from the arguments of a tower.
+    """Remove the boundaries of documents (`cu_seq_lens_q`, `seq_idx` and so on) from the arguments of a tower.
 
     A tower passes boundaries of images to its attention under the same names.
     """
@@ -64,6 +64,7 @@ def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     forward = running_forward()
     if forward is None or forward.group.is_alone:
         return None
-    # Boundaries are of the whole pack on all ranks
+    # Cut all inputs but the boundaries of queries and keys (`cu_seq_lens_q`, `max_length_q` and so on), which describe
+    # the whole pack on every rank. `part_tokens` is the number of tokens that each rank holds
     inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
     return args, kwargs | cut_to_part(inputs, forward.part_tokens, forward.group.rank)
