@@ -19,7 +19,7 @@ from ..data.collator import PackedDataCollator
 from ..data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.row_values import SOURCES, WEIGHTS, RowValuesCollator
-from ..feature import PLAIN, Feature, features_of
+from ..feature import PLAIN, Feature
 from ..planning.costs import CostModel
 from ..samples.row import PerTurnCounts
 from . import checks
@@ -49,7 +49,9 @@ class BatchMaker(TrainerPart):
         super().__init__(trainer)
         self.reading = TextReading(trainer)  # `prepare_run` replaces it, because images need TRL's collator
         self.turn_counts: PerTurnCounts | None = None
-        self._text_collator = PackedDataCollator()  # makes the tokens and boundaries of packs in training
+        # The part of `trainer.data_collator` that joins the tokens of a pack. `TrainingData.prepare_run` sets it, with
+        # packing. `shares_rows` reads and changes its attribute `shares`
+        self._text_collator = PackedDataCollator()
 
     @property
     def value_columns(self) -> dict[str, str]:
@@ -102,10 +104,9 @@ class BatchMaker(TrainerPart):
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:
             # The collator pads packs to the capacity, the most tokens of a pack, which `auto_find_batch_size` may have
-            # lowered since the collator was made. So it is made again. The test of the model before training may have
-            # shown that it cannot compute tokens that documents share. Then the feature is `PLAIN`, which shares none
-            feature = features_of(self.args) if self.shares_rows else PLAIN
-            collate = self.packed_collator(self._trainer._train_batch_size, feature)
+            # lowered since the collator was made. So it is made again. The settings of a run refuse shared prefixes and
+            # images with packs of one length, so such packs have no feature (`PLAIN`)
+            collate = self.packed_collator(self._trainer._train_batch_size, PLAIN)
         if keys:
             # Documents hold weights and sources under the keys of the batch, and not under the names of columns
             document_keys = {key: key for key in keys}
@@ -116,14 +117,15 @@ class BatchMaker(TrainerPart):
         return ByLength(collate) if sorts_by_length else collate
 
     def packed_collator(self, batch_size: int, feature: Feature) -> PackCollator:
-        """Return the collator of packs of up to `batch_size * max_length` tokens, or `tokens_per_rank` on each rank.
+        """Return the collator of packs.
 
-        With `pad_documents_to_multiple_of`, every pack is padded to the capacity, so that all packs have one length.
+        A pack has at most `batch_size * max_length` tokens on a rank or, if it is set, at most `tokens_per_rank`. With
+        `pad_documents_to_multiple_of`, every pack is padded to this capacity, so that all packs have one length.
         If prefixes are shared, `feature.make_collator` returns a collator whose packs have common beginnings once.
         """
         args = self.args
         multiple = args.pad_to_multiple_of
-        longest = None
+        longest = None  # the length that the batch of each pack names as its longest document
         if args.pad_documents_to_multiple_of is not None:
             longest = args.max_length
             assert longest is not None  # `SFTConfig` requires it
@@ -131,14 +133,17 @@ class BatchMaker(TrainerPart):
             unit = multiple or 1
             multiple = -(-capacity // unit) * unit  # the capacity, rounded up
         text_collator = PackedDataCollator(
-            multiple, self._trainer._tokenizer.pad_token_id, args.pad_documents_to_multiple_of, longest
+            pad_to_multiple_of=multiple,
+            pad_token_id=self._trainer._tokenizer.pad_token_id,
+            pad_documents_to_multiple_of=args.pad_documents_to_multiple_of,
+            max_length=longest,
         )
         text_collator = feature.make_collator(
             text_collator,
-            # Where documents share tokens, the last token of a document can be left out of the pack, because no loss
-            # reads its output. A router loss counts every token, so with it the token stays
+            # If only the last token of a document is not shared, it can be left out of the pack, because no loss reads
+            # its output. A router loss counts every token, so with it the token stays
             keeps_last_rows=self._trainer.aux_loss_enabled,
-            # A function that returns what is compared of each document. None compares tokens
+            # Common beginnings are found in what this function returns of documents, or in their tokens if it is None
             compare=self.reading.compare,
         )
         return PackCollator(text_collator, self.reading.pack_content())  # the content beside tokens, such as images

@@ -202,7 +202,8 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
             logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_PROBE_TOKENS:-1].float()
             scores = wrapped(input_ids=ids, labels=ids, fused_lm_head=True)
             fused_log_probs = scores.log_probs[:, 1 - NUM_PROBE_TOKENS :].float()
-    except (CannotRun, KernelError):  # the model cannot run these rows; an error that training has, too, comes there
+    except (CannotRun, KernelError):
+        # The model cannot run these rows. If it cannot run packs either, training raises the error
         return True
     finally:
         handle.remove()
@@ -215,8 +216,9 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     differs = ~(gaps <= 1e-5 + rounding)  # True also for a gap that is not a number
     # The rows with scaled states count only up to logits of this size
     differs[1:] &= sizes[1:] <= LARGEST_LOGIT
-    # A mask changes log-probabilities only a little, because an untrained model finds no token likely. So with a mask
-    # the first row, whose states are not scaled, has a finer limit
+    # A mask that only one of the two applies may not reach the limit of rounding: an untrained model finds no token
+    # likely, so leaving some tokens out of the softmax changes log-probabilities only a little. So with a mask the
+    # first row, whose states are not scaled, has a limit without rounding
     differs[0] |= is_masked[0].any() & (gaps[0] > 1e-5)
     # If the hook scaled nothing, the forward did not run the backbone, and no warning is given here: the proof of
     # isolation refuses such a model.

@@ -1,9 +1,11 @@
 """Proofs on the wrapped model, before training: the feature of packs, and packs that several ranks share.
 
 `BeforeFirstStep` (`callbacks.py`) calls both proofs after the engine has wrapped the model. A *feature* (`feature.py`)
-is an option of packs, such as `share_prefixes`. `prove_feature` tests that packs with the feature of the run give each
-document the outputs that it has by itself. `prove_degrees` tests that documents in a pack do not influence each other
-if several ranks share the pack. The number of these ranks is the *degree*, and each degree is tested.
+is an option of packs, such as `share_prefixes`, with which documents may share *token rows*: the tokens of a common
+beginning are in the pack once, and the model computes them once. `prove_feature` tests that packs with the feature of
+the run give each document the outputs that it has by itself. `prove_degrees` tests that documents in a pack do not
+influence each other if several ranks share the pack. The number of these ranks is the *degree*, and each degree is
+tested.
 """
 
 from collections.abc import Iterable
@@ -26,8 +28,8 @@ def prove_feature(trainer: TrainerView, data: TrainingData, wrapped: nn.Module) 
     Raises:
         PackingLeakError: the proof fails, and the plan needs the feature, or `on_leak="raise"` is set.
     """
-    # Without a feature, documents share no token rows. `is_proved`: documents in plain packs do not influence each
-    # other
+    # There is nothing to prove if documents share no token rows. The proof compares with plain packs, so it needs
+    # `is_proved`: in plain packs, documents do not influence each other
     if not (data.shares_rows and trainer.packed_model.is_proved):
         return None
     # In the context `attending` the model has the attention that keeps documents of a pack apart

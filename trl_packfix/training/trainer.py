@@ -198,8 +198,9 @@ class SFTTrainer(trl.SFTTrainer):
         self.packing_report = None
         self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.training_objective = Objective(self, data, compute_loss_func)
-        # It gets this class to find out which of its methods the user has replaced. A rank without a document in a
-        # micro-batch runs a dummy, a batch without a trained token, and `dummy_loss` computes the loss of it, 0
+        # `UserCode` compares the trainer with `SFTTrainer` to find the methods that the user has replaced. It keeps
+        # dummies from the user's code. A dummy is a batch without a trained token: a rank that has no document in a
+        # micro-batch runs it, because all ranks must run the model. `dummy_loss` computes its loss, which is 0
         self.user_code = UserCode(self, SFTTrainer, self.training_objective.dummy_loss)
         self.evaluation = Evaluation(self, data, self.training_objective)
         self.restart = Restart(self, data)
@@ -220,8 +221,8 @@ class SFTTrainer(trl.SFTTrainer):
             # Without these two values, accelerate does not compile the whole model. `CompileLayers` compiles its
             # layers.
             values_for_trl |= {"torch_compile_backend": None, "torch_compile_mode": None}
-        # In these contexts `args` has the values for TRL in place of the true ones, and TRL sets its selective
-        # checkpointing up so that it saves the attention of packs, and does not compute it twice.
+        # In the first context `args` has the values for TRL in place of the true ones. In the second one, TRL adds the
+        # attention of packs to the operators whose outputs its selective checkpointing saves. So it runs once.
         with attributes_set(args, **values_for_trl), saves_varlen_attention():
             super().__init__(**arguments)
 
@@ -330,7 +331,8 @@ class SFTTrainer(trl.SFTTrainer):
         )
         if packing or not is_training_set:
             return prepared_by_trl
-        # The rows that have a trained token. The uncut rows say how many TRL has dropped
+        # Drop the rows of a table without a trained token. From `uncut` only the number of rows is read: the warning
+        # also counts the rows that TRL has dropped
         return unpacked_rows(prepared_by_trl, uncut=dataset, name=dataset_name, args=args)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -389,7 +391,8 @@ class SFTTrainer(trl.SFTTrainer):
         """Return the loader of packs, or TRL's loader without packing. Plans the packs of the first epoch."""
         self.data.refresh_training_set()  # reads `train_dataset` again if the user has replaced it
         loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
-        self.restart.check_training_set()  # a checkpoint must have the same documents, of which it continues the plan
+        # After a restart, continue the plan of packs of the checkpoint. Batches or a loss that would differ are refused
+        self.restart.check_training_set()
         return loader
 
     def _prepare_for_training(
