@@ -71,9 +71,10 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
     """Refuse a dataset with a 0 in an `attention_mask`. `name` is the name of the dataset in the message."""
     if "attention_mask" not in dataset.column_names:
         return
-    # The mask is read like a column of tokens, of which every one should be 1, that is from 1 to below 2
+    # Read the mask like a column of tokens, in which every token should be 1
     mask = TokenReader(dataset.select_columns("attention_mask"), "attention_mask")
-    # The cheap range is looked at first. It is of the whole table, also of rows that the dataset does not select
+    # The range of values may be in the cache. It is of the whole table, also of rows that the dataset does not select.
+    # If it is not from 1 to 1, look for the first selected row with a value below 1, or of 2 or more
     row = mask.first_row_outside(1, 2) if cached_token_range(mask) != (1, 1) else None
     if row is not None:
         raise ValueError(
@@ -119,7 +120,8 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
         return
     low, high = cached_token_range(reader)
     if low < 0 or high >= vocab_size:
-        # The range is of the whole table. There is no such row if the dataset does not select the rows outside
+        # The range is of the whole table, so these ids may be in rows that the dataset does not select. Then `row` is
+        # None
         row = reader.first_row_outside(0, vocab_size)
         if row is not None:
             raise ValueError(

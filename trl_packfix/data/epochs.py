@@ -89,7 +89,8 @@ class EpochPlanner:
             counted = f"{len(documents)} documents"
         else:
             units = self.units()
-            # With `wrapped`, all documents are concatenated and cut into blocks: the block of each document, else None
+            # With `wrapped`, all documents are concatenated and cut into blocks. `block` is then the index of the block
+            # that holds each document, (N,). With other strategies it is None
             block = documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             # `units.rows`: the tokens that each unit takes in a pack
@@ -116,8 +117,9 @@ class EpochPlanner:
 
         They are 0 for a document without images, and for all documents if the costs of the tower cannot be counted.
         """
-        # Per document, the number of pixel values, and the squares of this number for each image, summed: the cost of
-        # attention in the tower grows with them. None in a table without images
+        # `values` is the number of pixel values in all images of a document. `squares` is the sum, over its images, of
+        # the squared number of pixel values of each image, because attention in the tower costs FLOPs for each pair of
+        # values of one image. Both have shape (N,), and are None in a table without images
         values = self.documents.image_values
         squares = self.documents.image_squares
         if values is None or squares is None:
@@ -255,7 +257,7 @@ class EpochPlanner:
         trained = np.zeros(len(self.documents), dtype=bool) if trained_before is None else trained_before.copy()
         schedule = self.schedule(epoch)
         num_slots = num_steps * self.packing.bins.num_slots  # `bins.num_slots`: slots of one step
-        # The documents of these slots are those up to the first document of the next slot
+        # The documents of these slots come in `order` before the first document of the next slot
         trained[schedule.order[: schedule.offsets[num_slots]]] = True
         return trained
 
