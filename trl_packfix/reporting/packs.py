@@ -6,7 +6,7 @@
 A *document* is one training example, and a *pack* is the documents that pass through the model together as one row of
 tokens. A *token row* is the place of one token in this row; other rows are rows of the table. A *trained* token counts
 in the loss. With shared prefixes, documents of a pack that begin alike compute the token rows of their common beginning
-only once: a document then has fewer token rows of its own than tokens, and these are its *run*. With sequence
+only once. The token rows of a document that it does not share with a document before it are its *run*. With sequence
 parallelism several ranks share a pack, and each of them holds a part of its rows; the number of these ranks is the
 *degree*.
 """
@@ -121,8 +121,8 @@ class ShownPack:
     documents: list[ShownDocument]
     rank: int  # the first of the ranks that share the pack
     degree: int  # the number of ranks that share the pack
-    # 0, and the number of tokens, shared ones included, up to the end of each document that has a run: where the keys
-    # end. It is [] if documents share no token rows
+    # 0, and the number of tokens, shared ones included, up to the end of each document: where the keys end. Documents
+    # without token rows of their own have no run, and do not count here. It is [] if documents share no token rows
     cu_seq_lens_k: list[int]
 
     def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

@@ -110,7 +110,8 @@ def summarise(numbers: PackingNumbers, lines: Sequence[tuple[str, str]], log: Lo
             ("trained", f"{last_logged['step']:,} optimizer steps, {last_logged.get('epoch', 0):.3g} epochs{loss}")
         )
     rows.append(("lost", _lost_text(numbers)))
-    # Checks before training: documents of a pack do not change each other, and the first step is that of TRL
+    # Checks before training: that documents of a pack do not change each other, and that the first step on packs has
+    # the loss and the gradients of the same step without packing
     rows += [(label, texts[label]) for label in ("isolation", "first step") if label in texts]
     speed = _speed_text(last_logged)
     if speed:
@@ -189,7 +190,8 @@ def _draw_pictures(saved: SavedRun) -> list[dict[str, str]]:
         draw = partial(draw_lengths, report=numbers, histogram=numbers.lengths)
         panels.append(("lengths", "Documents by length, before they are cut", draw))
     if numbers.sample is not None:
-        draw = partial(_draw_fills, counts=numbers.sample.fills)  # micro-batches in equal ranges of fill
+        # `fills` is a histogram from 0 to 1: the number of micro-batches in each bin of tokens / capacity
+        draw = partial(_draw_fills, counts=numbers.sample.fills)
         panels.append(("fill", "Micro-batches of the first epoch by the share of their capacity that is filled", draw))
         draw = partial(draw_costs, report=numbers, sample=numbers.sample)
         panels.append(("waiting", "Modelled cost of the first micro-steps on each rank", draw))
@@ -215,7 +217,7 @@ def _draw_loss(axes: "Axes", *, entries: Log) -> None:
 
 
 def _draw_fills(axes: "Axes", *, counts: list[int]) -> None:
-    """Draw the number of micro-batches by their fill, from empty to full."""
+    """Draw a histogram of micro-batches by their fill. `counts` has one number for each bin, from empty to full."""
     width = 100 / len(counts)
     axes.bar([width * i for i in range(len(counts))], counts, width, align="edge", color=BLUE, edgecolor="white")
     axes.set(xlim=(0, 100), xlabel="% of the capacity", ylabel="micro-batches")

@@ -132,7 +132,7 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
             if end - first > 2 * MIN_NUMBERED_SHARE * widest:
                 label = f"rank {rank_rows['rank']}"
                 axes.text((first + end) / 2, y + 0.5, label, ha="center", va="center", fontsize=6, color=INK)
-    label = report.rank_section.axis_label()
+    label = report.rank_section.axis_label()  # tokens, with the capacity of a pack or the tokens of each rank
     if any(pack.cu_seq_lens_k for pack in sample.packs):  # it is [] if no documents of the pack share rows
         label = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
     axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=label)
@@ -158,11 +158,15 @@ def _packs_title(report: PackingNumbers) -> str:
     # A batch of one document has no padding
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
     shared = "" if report.shared_prefixes is None else " without sharing"
-    # If a step has fewer packs than micro-batches, planning divides these packs, so that no micro-batch is empty
+    # If a step has fewer packs than micro-batches, planning divides these packs, so that no micro-batch is empty. With
+    # sequence parallelism (`report.shared`) the ranks of a group share a micro-batch, so the product below, which
+    # counts it once for each of them, does not apply
     num_micro_batches = report.num_steps * report.accumulation * report.world_size
     divided = ""
     if report.shared is None and num_micro_batches > report.num_packs:
-        fill = (report.num_tokens - report.tokens_not_reached) / (num_micro_batches * report.capacity)
+        # Some tokens are not reached because `dataloader_drop_last` leaves out the last micro-batches
+        num_reached = report.num_tokens - report.tokens_not_reached
+        fill = num_reached / (num_micro_batches * report.capacity)
         divided = f",\ndivided into {num_micro_batches:,} micro-batches, {fill:.1%} full"
     return (
         f"{report.num_documents:,} documents in {report.num_packs:,} packs ({report.strategy}), "
@@ -197,9 +201,9 @@ def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
         axes.hlines(own_start, 0, own_start, color=GREY, linewidth=0.6, linestyle=":")
         if own_end - own_start > total / 14:
             _write_number(axes, (own_end + 2 * own_start) / 3, (own_start + 2 * own_end) / 3, document=number)
-    # Row i of a document sees i rows, so n rows see n (n + 1) / 2 together. The first s of them are shared: an earlier
-    # document has them, too, and they count there. A full mask of T rows has T (T + 1) / 2 entries. Numerator and
-    # denominator are twice as large below.
+    # Count the entries of the mask in which a query sees a key. Row i of a document, from 1, sees i rows, so its n rows
+    # have n (n + 1) / 2 entries. If it shares its first s rows, their s (s + 1) / 2 entries are counted in an earlier
+    # document. The causal triangle of T rows has T (T + 1) / 2 entries. The factor 1/2 cancels out.
     lengths = np.array([sum(end - first for first, end in ranges) for ranges in seen_ranges], dtype=float)
     shared = lengths - [document.num_rows for document in pack.documents]
     seen_share = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
@@ -252,7 +256,7 @@ def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogra
     for is_drawn, hatch, color in ((~is_too_long, None, BLUE), (is_too_long, "xxx", RED)):
         axes.bar(edges[:-1][is_drawn], counts[is_drawn], np.diff(edges)[is_drawn], color=color, hatch=hatch, **style)
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
-    num_shortened = report.num_cut - report.num_dropped
+    num_shortened = report.num_cut - report.num_dropped  # `num_cut` counts dropped documents, too
     note = f"max_length {report.max_length:,}\ncut or split: {num_shortened:,}\ndropped: {report.num_dropped:,}"
     # The note stands on the wider side of the line: to the left if the line is behind the middle of the log axis
     is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
