@@ -46,9 +46,8 @@ from .flash import (
 from .rows import DocumentRows, TensorAxes
 
 MATH_TILE = 256  # queries per tile in plain torch, which is faster with fewer, larger matrix products
-AXES_OF_HEADS = TensorAxes(
-    tokens=(2,), batch=0
-)  # the axes of queries, keys and values, (rows, heads, tokens, head dim)
+# The axes of queries, keys and values, (rows, heads, tokens, head dim)
+AXES_OF_HEADS = TensorAxes(tokens=(2,), batch=0)
 
 
 class AttentionOptions(KernelOptions, total=False):
@@ -87,8 +86,8 @@ def attend_on_cpu(
 class KernelLaunch(NamedTuple):
     """One launch of FlashAttention-2, for some documents of a pack.
 
-    Where documents share prefixes, the pack has each prefix once. A "document" below is then only the rows of a
-    document behind its prefix, and its keys are the rows of the prefix and these rows.
+    Where documents share prefixes, the pack has each prefix once. The queries of a document are then only its rows
+    behind the prefix. Its keys are the rows of the prefix, followed by the rows of its queries.
 
     No field has a default, because torch 2.11 does not compile a slice as a default.
 
@@ -171,7 +170,13 @@ def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longe
 
 
 def limit_if_shorter(size: int | None, longest: int) -> int | None:
-    """Return the size of a window or of a chunk if it is shorter than the longest document, else None: no limit."""
+    """Return `size` if it is below the length of the longest document; else None, because it limits nothing.
+
+    Args:
+        size: the tokens of a window, or of a chunk: some layers cut a document into chunks of tokens, and a token
+            attends to its own chunk only (`varlen.py`). None for no limit.
+        longest: the tokens of the longest document.
+    """
     return None if size is None or size >= longest else size
 
 

@@ -67,7 +67,8 @@ class HelpFormatter(argparse.HelpFormatter):
         """Name a flag once, though it may be written with dashes and with underscores."""
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        # Of two spellings the first one that the command declares is shown, and flags stay in their order
+        # Show each flag in the spelling that the command declares first. A later entry of a dictionary replaces an
+        # earlier one, so the names are read from the last to the first, and then put in order again
         spellings = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
         names = ", ".join(reversed(spellings.values()))
         return names if action.nargs == 0 else f"{names} {self._format_args(action, action.dest.upper())}"
@@ -135,7 +136,7 @@ def complete_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> lis
 
     Otherwise argparse would take the DATA behind a switch for its value.
     """
-    # Boolean fields have the constant True, which argparse takes for a flag without a value
+    # For a boolean field the parser has the constant True, which a flag gets if no value follows it
     switches = [name for action in parser._actions if action.const is True for name in action.option_strings]
     completed = []
     for word, next_word in zip(words, [*words, ""][1:], strict=True):

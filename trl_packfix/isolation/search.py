@@ -2,9 +2,9 @@
 
 `packed_model.py` starts the search, after the leak probe (`check_isolation.py`) has failed. In each round the probe
 returns two runs that should agree. The smallest module where they differ (`tracing.py`) is repaired, together with all
-modules of its class, and the probe runs again. The first round may also restart positions in each document. If no mode
-of running a module helps, its parent is repaired instead, up to the backbone. The search uses no knowledge of model
-types.
+modules of its class, and the probe runs again. If modules get positions that do not begin anew in each document, such
+positions are restarted first. If no mode of running a module helps, its parent is repaired instead, up to the backbone.
+The search uses no knowledge of model types.
 
 Words: a module is *repaired* by hooks that run it on each document of a pack, instead of on the pack (`repair.py`). A
 `RepairMode` is one of the ways to do that. All modules of one class are repaired in the same mode (`_RepairedClass`).
@@ -54,7 +54,9 @@ class RepairSearch:
 
     Args:
         probe: runs the model. `probe.inner` is the transformers model inside all wrappers.
-        max_length: the longest document of the run, in tokens; None tests every threshold of the model.
+        max_length: the longest document of the run, in tokens. A model may compute documents above some length in
+            another way, for example with a sliding window. The probe tests the lengths (`thresholds.py`) that documents
+            of the run can exceed. None is the number of positions of the model.
     """
 
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
@@ -66,7 +68,9 @@ class RepairSearch:
         self._modules = dict(probe.inner.named_modules())
 
     def search_repairs(self) -> IsolationReport:
-        """Repair modules until documents are isolated and equal to themselves alone, or all options have been tried.
+        """Repair modules until the probe passes, or all options have been tried.
+
+        The probe passes if documents do not change each other, and have the states in a pack that they have alone.
 
         Returns:
             The report of the last probe. It has not passed if no repairs have helped.
@@ -103,8 +107,8 @@ class RepairSearch:
             else:  # "raised", for another reason
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
             if name is None and self._repaired_classes:
-                # No forward shows a module. `_repair_module` tries the next mode for a class that is repaired already,
-                # so give it a module of the last one.
+                # No forward shows which module leaks or raises. So try the next mode of the class that was repaired
+                # last: `_repair_module` does so if it gets a module of a repaired class.
                 name = list(self._repaired_classes.values())[-1].names[0]
             agree_on_ranks(name)
             # Finally, repair it, and probe again.
@@ -209,8 +213,8 @@ class RepairSearch:
         repaired.remove()
         for mode in repaired.modes:
             try:
-                # By name of a module: along which axes its inputs and outputs have tokens and rows. They are learned
-                # again for each mode, on other random documents.
+                # By name of a module: which axes of its inputs and outputs index tokens, and which axis the rows of a
+                # batch. They are learned again for each mode, on other random documents.
                 axes = learn_axes(self.probe, repaired.names)
                 gets_positions = any("position_ids" in module_axes.inputs for module_axes in axes.values())
                 # `REPAIR_MODES` has each mode with positions before the same mode without them. The two differ only
