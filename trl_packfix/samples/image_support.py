@@ -34,7 +34,10 @@ class ImageSupport:
         return dataset
 
     def check_texts(self, dataset: object, name: str, *, per_turn: bool) -> None:
-        """Refuse rows with images whose texts TRL's collator cannot read. Without the folder, nothing is checked."""
+        """Raise ValueError for a table of images and `conversations`, a form of text that TRL's collator cannot read.
+
+        With `per_turn` this form is accepted. Without the folder, nothing is checked.
+        """
 
     def reading_class(self, dataset: object) -> Any:
         """Return the class that makes documents of a dataset with images for packing; None for one without images.

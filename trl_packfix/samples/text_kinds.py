@@ -28,8 +28,8 @@ from .texts import MESSAGES, text_columns, without_nulls
 
 READ_AT_ONCE = 1000  # rows of a batch in memory
 TEXTS = ("string", "large_string", "string_view")  # types of columns of text
-# Keys of a message whose values templates compare with other values or choose by. A mark, which `marks.py` puts in the
-# place of a value to find it in the rendered text, would change more there
+# Keys of a message whose values are no texts: a template compares them with other values, or decides by them what to
+# render. `marks.py` changes texts to find them in the rendered row. A change of these values would change other texts
 REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}
 # The same for keys of calls and tools
 SCHEMA = {
@@ -64,7 +64,8 @@ class Kind(NamedTuple):
 
     path: str
     role: str = ""  # role of the message; empty if the value is not in a message
-    # Place of the message: "first", else "earlier" than the last message of the user, else "last", from that message on
+    # Place of the message: "first" for the first one, "earlier" for the others before the last message of the user,
+    # and "last" for this message and those behind it
     place: str = ""
 
     @property
@@ -241,6 +242,7 @@ def _locations_in_message(message: Message) -> list[Location]:
         if isinstance(value, str):
             _add_text(message, key, locations)
         elif isinstance(value, bool | int | float):
+            # 0 and 1 have paths of their own: under a key such as `weight` they say whether a message is trained
             locations.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
         elif MEDIA.match(key):
             locations.append((f"{key} in message", message, key))
@@ -310,8 +312,8 @@ def _add_nested(value: list[Any] | dict[str, Any], path: str, locations: list[Lo
     is_list = isinstance(value, list)
     has_free_names = not is_list and path.endswith(("arguments", "properties"))
     for key, element in enumerate(value) if isinstance(value, list) else value.items():
-        # Values of these keys are no text. But a dictionary under such a key describes a parameter with this name,
-        # except under `required`, which names parameters
+        # Values of these keys are no text. A dictionary under such a key is read all the same, because it describes a
+        # parameter that has the name of the key. Only under `required`, which lists parameters, nothing is read
         if key in SCHEMA and (key == "required" or not isinstance(element, dict)):
             continue
         inner_path = f"{path}[]" if is_list else f"{path}.{'*' if has_free_names else key}"
