@@ -13,7 +13,7 @@ Modules that mix tokens need more, and call the functions here:
 Scans and convolutions are in the mixers of hybrid models (`features/hybrids/`).
 
 This is DeepSpeed-Ulysses (arXiv 2309.14509), and H may be any number from s on: rank j of a group computes the query
-heads from H * j // s up to, without, H * (j + 1) // s. It gets the key and value heads that these queries read, so
+heads from H * j // s to H * (j + 1) // s - 1. It gets the key and value heads that these queries read, so
 there may be fewer key heads than ranks. For example, with H = 6, G = 3 and s = 4 rank 1 computes the query heads 1 and
 2, and gets the key heads 0 and 1.
 
@@ -56,14 +56,14 @@ class HeadExchange:
         """Exchange tokens for heads.
 
         Args:
-            queries: tensors with one head per query head, (1, H, T / s, ...).
-            keys: tensors with one head per key head, such as keys and values, (1, G, T / s, ...). All tensors have one
-                dtype.
+            queries: tensors of H heads, (1, H, T / s, ...): the queries of attention, or the values of a scan.
+            keys: tensors of G heads, (1, G, T / s, ...), such as keys and values. All tensors have one dtype.
 
         Returns:
             The tensors of `queries`, then of `keys`, with all tokens, (1, heads of this rank, T, ...). The tensors of
-            `keys` have the key heads that the query heads of this rank read. If one of them is read by more of these
-            query heads than another, they have one key head for each query head instead, with repetitions.
+            `keys` have the key heads that the query heads of this rank read. If different numbers of these query heads
+            read them, key heads are repeated, so that each query head has its own. For example, with H = 9, G = 3 and
+            s = 2 rank 1 computes the query heads 4 to 8, and gets the key heads 1, 1, 2, 2, 2.
         """
         if self.group.is_alone:  # no other rank shares the pack
             return [*queries, *keys]
@@ -77,7 +77,7 @@ class HeadExchange:
         send_counts = [sum(x.numel() for x in to_rank) for to_rank in tensors_by_rank]
         flat = torch.cat([x.reshape(-1) for to_rank in tensors_by_rank for x in to_rank])
 
-        # 2. Receive the heads of this rank. Every rank sends equally many numbers, for its tokens.
+        # 2. Receive the heads of this rank. Every rank has equally many tokens, so it sends equally many numbers.
         num_heads = [_num_heads_in_range(ranges[self.group.rank]) for ranges in ranges_by_tensor]
         sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, tensors, strict=True)]
         num_ranks = self.group.size
@@ -89,12 +89,13 @@ class HeadExchange:
             by_rank = numbers.reshape(num_ranks, count, *x.shape[2:])
             all_tokens.append(by_rank.transpose(0, 1).flatten(1, 2)[None])
 
-        # 4. Kernels need the same number of query heads for each key head. If the numbers differ, repeat each key head
-        #    for all query heads that read it, and take the query heads of this rank.
+        # 4. Kernels need the same number of query heads for each key head. If the numbers differ, repeat key heads.
         num_readers = Counter(head // self._queries_per_key for head in range(self.heads.start, self.heads.stop))
         if len(set(num_readers.values())) > 1:
-            # After the repetition there is a key head for each query head that reads one of these key heads, on any
-            # rank. The slice takes those of this rank. With an index, the host would wait for the GPU in every layer.
+            # Repeat each key head for all query heads that read it, also for those of other ranks. Then take the ones
+            # for the query heads of this rank. In the example of the docstring, the key heads 1 and 2 become 1, 1, 1,
+            # 2, 2, 2, for the query heads 3 to 8, and the slice leaves out the first, because another rank computes the
+            # query head 3. With an index in place of a slice, the host would wait for the GPU in every layer.
             first_head = self.heads.start % self._queries_per_key
             one_per_query = slice(first_head, first_head + _num_heads_in_range(self.heads))
             num_queries = len(queries)

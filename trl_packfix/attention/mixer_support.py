@@ -65,10 +65,10 @@ class MixerSupport:
         return False
 
     def tokens_summed_in_common(self, model: nn.Module) -> int:
-        """Return the most tokens that a kernel of the model sums, of several documents together; 0 if none does so.
+        """Return over how many tokens a kernel of the model sums, across documents; 0 if no kernel does so.
 
-        The kernel subtracts the sums of other documents again, so that only their rounding remains in a document. The
-        leak probe then allows for this rounding.
+        Such a kernel subtracts the sums of other documents again, so that only their rounding remains in a document.
+        The leak probe then allows for this rounding.
         """
         return 0
 

@@ -28,8 +28,9 @@ class TensorAxes(NamedTuple):
     Attributes:
         tokens: the token axes: one, or two for a mask (T, T).
         batch: the axis that grows with the number of rows; None if no axis does, as in rotary embeddings that all rows
-            share. An axis of rows x heads, which alibi has, is a batch axis, too. The batch axis is the token axis
-            itself if the tensor has the tokens of all rows one after the other.
+            share. An axis of rows x heads, which alibi has, is a batch axis, too. If one axis has the tokens of all
+            rows one after the other, as in router logits (rows x tokens, experts), it is both the token axis and the
+            batch axis.
     """
 
     tokens: tuple[int, ...]
@@ -105,8 +106,8 @@ class PaddedBatch:
         mask_of_longest = _document_block(packed, axes, self.starts[0], length=self.longest)
         if axes.batch is None:
             return mask_of_longest
-        # Copy the mask of each document over the mask of the longest one. The padding of a shorter row keeps the mask
-        # of the longest document, which hides the padding from the tokens of the document.
+        # Copy the mask of each document over the mask of the longest one. Outside of the document, a shorter row keeps
+        # the mask of the longest document. A causal mask hides later tokens, here the padding, from the document.
         rows = [mask_of_longest.clone() for _ in self.starts]
         for row, start, length in zip(rows, self.starts, self.lengths, strict=True):
             _document_block(row, axes, 0, length=length).copy_(_document_block(packed, axes, start, length=length))
@@ -127,8 +128,8 @@ class DocumentRows:
         lengths: tokens of each document.
         budget: the most tokens of a batch, padding included. 0: one document per batch; infinity: one batch for all
             documents.
-        padding: tokens of padding behind the longest document of each batch, for models that need a mask that hides
-            something (`isolation/unpacking.py`). They are not in the budget.
+        padding: tokens of padding behind the longest document of each batch, which are not in the budget. Some models
+            need a mask of padding, and transformers drops a mask that hides nothing (`isolation/unpacking.py`).
         mixes_lengths: whether documents of different lengths may share a batch.
 
     Attributes:

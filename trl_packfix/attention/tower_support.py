@@ -1,11 +1,11 @@
 """Define what all other modules know of `features/images`: the support for vision towers in a model that takes packs.
 
 A *tower* is a part of a model that reads something else than text, such as images. A model *takes packs* while it has
-the attention and the hooks that packed rows of documents need. Packs of text do not change towers. For packs with
-images, `features/images` has a subclass of `TowerSupport`. These modules call its methods:
+the attention and the hooks that packed rows of documents need. Towers need a change only for packs with images, for
+which `features/images` has a subclass of `TowerSupport`. These modules call its methods:
 
     forwards.py                  installs hooks on towers while a model takes packs
-    isolation/packed_model.py    sets the attention of towers, and takes it back where it computes something else
+    isolation/packed_model.py    sets the attention of towers while a model takes packs, unless packs leak with it
     isolation/probed_model.py    runs documents alone with the attention that towers have outside of packs
 
 Without the folder of the feature, `TowerSupport` itself leaves towers as they are. Rows with images are then refused
