@@ -68,7 +68,7 @@ def run_check(args: argparse.Namespace) -> int:
     from .configs import read_run
 
     configs = read_run(args)
-    # Words without a flag name the model here, and datasets in other commands
+    # The positional arguments name the model. In other commands they name datasets
     names = configs.positionals or [name for name in [configs.model.model_name_or_path] if name]
     if len(names) != 1:
         raise ValueError(

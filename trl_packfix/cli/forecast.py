@@ -118,17 +118,20 @@ def make_forecasts(
                 documents, config, world_size, cost_model=cost_model, synchronisation=args.synchronisation
             )
             report = make_report(planner, reader, with_packs=False)
-            # The estimate is also made of a run that shares no prefixes, and reads tokens to find documents that begin
-            # alike. So `make_report` leaves it to this command
+            # `make_report` reads no token, so it knows what shared prefixes save only if documents are planned in
+            # families. `estimate_savings` may read tokens to find documents that begin alike. It also says what sharing
+            # would save in a run that shares no prefixes
             folder = find_folder("prefixes")
             if folder is not None:
                 report = replace(report, prefixes=folder.estimate_savings(planner, reader))
+            # FLOPs of a forward pass of each document, (N,), if it shares no prefix
             costs = cost_model(documents.lengths) + planner.image_costs
-            # With `share_prefixes`, common prefixes are computed once. `flops` is the share of the FLOPs that remains
+            # The share of these FLOPs that this run computes: 1, or less with `share_prefixes`, because common prefixes
+            # are then computed once
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
             assert computed_share is not None, "`estimate_savings` computes the share"
-            assert report.imbalance is not None, "the imbalance of a table is known"
-            # Like the imbalance, this counts only documents that the epoch reaches.
+            assert report.imbalance is not None, "only streams have no imbalance"
+            # Documents that the epoch does not reach cost nothing, as in the imbalance
             trained_documents = planner.schedule(0).order
             flops = float(costs[trained_documents].sum()) * FORWARD_AND_BACKWARD * computed_share
             if args.tflops is None:
@@ -136,7 +139,8 @@ def make_forecasts(
                 continue
             seconds = flops / (args.tflops * 1e12 * world_size)  # if no rank waited or communicated
             seconds *= report.imbalance  # modelled time over the time in which no rank waits
-            # `rank_section`: how ranks share packs, if they do. Then they spend a share of the time on exchanging parts
+            # Ranks that share packs spend a share of the time on exchanging parts of them. The seconds so far are the
+            # rest of the time
             seconds /= 1 - (report.rank_section.exchange_share or 0)
             tokens = report.num_tokens - report.tokens_not_reached  # without documents that the epoch leaves out
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
@@ -252,7 +256,7 @@ def show_plan(args: argparse.Namespace) -> int:
     configs = read_run(args, *(f"--{name}={values[0]}" for name, values in flags.items() if values))
     memory.check_memory_flags(args, configs)
     lengths = args.max_length or ([configs.training.max_length] if "max_length" in configs.names_set else [])
-    if configs.names:
+    if configs.names:  # the files, folders and datasets of DATA or of the config file
         return _plan_run(args, configs, lengths, console=console)
     # Without DATA only the memory is predicted.
     for length in lengths or [configs.training.max_length]:
@@ -300,7 +304,7 @@ def _plan_run(args: argparse.Namespace, configs: "RunConfigs", lengths: list[int
     dry_run = read_run_with_configs(configs, model_config, args.tokenizer)
     longest = int(dry_run.reader.lengths.max(initial=1))
     limits = [] if positions is None else [positions]  # of `max_length`
-    tokens_per_rank = configs.training.tokens_per_rank
+    tokens_per_rank = configs.training.tokens_per_rank  # most tokens of a pack on one rank, if ranks share packs
     if tokens_per_rank is not None:
         # Each number of ranks must be able to train a document of `max_length`.
         for world_size in args.world_size:
@@ -418,7 +422,8 @@ def _make_tables(cells: dict[Column, list[str]], console: Console, *, keys: tupl
     def table(columns: list[Column]) -> Table:
         rich_table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
         for column in columns:
-            justify: Literal["left", "right"] = "left" if column.text == "" and column in keys else "right"
+            is_text = column.text == ""  # the format of the cells; a column of numbers has one
+            justify: Literal["left", "right"] = "left" if is_text and column in keys else "right"
             widest = None if column.wraps else max(map(len, cells[column]), default=0)
             rich_table.add_column(column.heading, justify=justify, min_width=widest, overflow="fold")
         for row in zip(*(cells[column] for column in columns), strict=True):

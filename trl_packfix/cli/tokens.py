@@ -60,7 +60,8 @@ def tokenise(
     None.
 
     `datasets` caches the result, also for a training run with equal tokenizer and settings. If the dataset is tokenised
-    already, `labels` are made from its masks of trained tokens. Bad rows have no tokens, and a column with the reason.
+    already, `labels` are made from its masks of trained tokens. A bad row has no tokens, and its reason in the column
+    `BAD_ROW_COLUMN`.
 
     Args:
         tokenizer: None if the dataset must be tokenised already. If a tokenised dataset comes with a tokenizer, its
@@ -98,9 +99,9 @@ def tokenise(
             num_proc=config.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",
         )
-    # Without `seq_lengths`, a column of TRL's packed rows, with the lengths of the documents in them, documents would
-    # be joined. `weight_column` and `source_column` name columns with the weights of rows, and with the names of their
-    # datasets
+    # Rows that TRL has packed have a column `seq_lengths` with the lengths of their documents. It is kept, because
+    # otherwise the documents of a row would be joined. `weight_column` and `source_column` name columns with the
+    # weights of rows, and with the names of their datasets
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names]), turns
 
@@ -146,7 +147,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
         ValueError: the datasets cannot be read, or cannot be joined to one table.
     """
     training_config = configs.training
-    # The name of a model or of a tokenizer. Rows of text need the tokenizer there, and rows with images the processor
+    # The name of a tokenizer or of a model. Its tokenizer is loaded for rows of text, and its processor for images
     processor_name = tokenizer or configs.model.model_name_or_path
     lengths = []  # of the documents of each file of lengths, in tokens
     text_tables = []  # tables of tokens
