@@ -102,8 +102,8 @@ def cached_documents(
         order = feature.sort_tokens(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), token_order=order).to_arrays()
 
-    # A feature that plans several documents as one (`regroups`) sorts them by their tokens. For every other feature
-    # `sort_tokens` returns None, so nothing else of a feature changes what is cached
+    # `sort_tokens` returns None, except for a feature that plans several documents as one (`regroups`). So the name of
+    # the file needs nothing of the feature but this flag
     file = _cache_file(reader, "spans", settings | {"sorts_tokens": feature.regroups})
     # The documents know their file, because plans are cached beside it
     return Documents.from_arrays(read_or_make(file, make_arrays), file)
@@ -215,11 +215,14 @@ def read_arrays(file: Path) -> Arrays | None:
         # Note the time of the last use. This fails on a file of another user, whose own runs set the time.
         with contextlib.suppress(OSError):
             os.utime(file)
+    # Each column has one row, a list of the values of an array, see `write_arrays`
     return {name: column.values.to_numpy() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def write_arrays(file: Path, arrays: Arrays) -> None:
     """Write flat arrays of numbers to a cache file, and delete outdated cache files in the same folder."""
+    # The columns of an Arrow file have equally many rows, and the arrays have different lengths. So each column has one
+    # row: a list of all values of its array
     columns = [pa.LargeListArray.from_arrays([0, len(values)], pa.array(values)) for values in arrays.values()]
     batch = pa.RecordBatch.from_arrays(columns, names=list(arrays))
 

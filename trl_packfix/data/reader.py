@@ -49,15 +49,15 @@ class RowReader(ABC):
     """
 
     lengths: Int64Array  # number of tokens of each row
-    # The token behind the last image of each row, 0 in a row without images. None if rows hold tokens only: they can be
-    # split at any token, and rows with images where `find_cuts` says
+    # The token behind the last image of each row; 0 in a row without images. None if the table has no images: its rows
+    # can be split at any token. Rows of a table with images are split where `find_cuts` says
     image_stops: Int64Array | None = None
     image_counts: Int64Array | None = None  # number of images of each row
-    # A function that returns what the collator compares, in place of tokens, to find common beginnings of documents in
-    # one batch. None compares tokens. (`comparison_reader` does the same for planning, which compares whole tables)
+    # A function that returns the content of documents, so that the collator finds common beginnings of the documents of
+    # a batch. None if it compares their tokens. (For planning, `comparison_reader` returns the content of all rows)
     compare: "Compare | None" = None
-    # The conversation of each row of the table, as its row in the dataset, if this reader divides conversations with
-    # images into turns. Otherwise None: conversations without images are divided before the table is made
+    # For each row, which then is a turn, the row in the dataset that has its conversation. None if rows are no turns,
+    # and for text: only a reader of images divides conversations, and others are divided before the table is made
     conversations: Int64Array | None = None
     turns: PerTurnCounts | None = None  # counts of the turns. None if rows are not divided into turns
     _table: Dataset  # the table that is read; it has R rows

@@ -256,10 +256,11 @@ class RowValuesCollator:
         without_values = (
             {key: value for key, value in document.items() if key not in value_keys} for document in documents
         )
-        # `like`: for the group of ranks of `documents`. A plain list would be the pack of a rank that is alone
+        # If ranks share a pack, the collator cuts the batch to the part of this rank. So the new list gets the group of
+        # ranks that `documents` has
         batch = self.collate(RankShare.like(documents, without_values))
-        # Documents of padding are counted by the layout only, and come last. A dummy document is in `documents`, and
-        # has no value
+        # The collator may put padding behind the documents, which the layout counts as a document. It has no values.
+        # Neither has a dummy document, but it is one of `documents`
         num_padding = layout_of(batch).document_count - len(documents)
         for key, document_key in self.keys.items():
             values = [document.get(document_key) for document in documents] + [None] * num_padding

@@ -74,7 +74,8 @@ SAVED_FIELDS = {
     "ranks_reading": "count",
 }
 StreamPack = list[DocumentTokens]  # the documents of a pack
-# A part of the stream: its path (`StreamPath`), and the epoch, which decides the order of a shuffled stream
+# A part of the stream: its path (`StreamPath`), and the epoch, which decides the order of a shuffled stream. For each
+# division of the stream, the path has the number of pieces and the index of the piece that is used
 StreamPart = tuple[list[tuple[int, int]], int]
 
 
@@ -109,7 +110,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     If the number of shards is a multiple of the number of ranks, each rank reads its own shards, and begins its next
     pass when it has read them. Otherwise every rank reads the whole stream. All ranks then make the same packs, and
-    each rank trains on its slots of every optimizer step, as with a table.
+    each rank trains on its own micro-batches of every optimizer step, as with a table.
 
     With sequence parallelism, a group of ranks may share a micro-batch, and each of them trains some of its tokens. The
     ranks are first divided into groups of the smallest degree with which a group can hold `max_length` tokens. If the
@@ -236,10 +237,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 refuse_no_documents(
                     self.counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
-            if self.ranks_reading > self.ranks_per_share and self.rank >= self.ranks_per_share:
-                # Until now more ranks have read, and counted, the same parts. From the next pass on each group of
-                # `ranks_per_share` ranks reads parts of its own, and reports add up the counts of the groups. So only
-                # the first group keeps the counts until now, and the other groups begin at zero
+            # After a restart with another number of ranks, all ranks may have read, and counted, the same parts of this
+            # pass. From the next pass on each group of `ranks_per_share` ranks reads its own parts, and reports add up
+            # the counts of the groups. So only the first group keeps the counts until now
+            all_have_same_counts = self.ranks_reading > self.ranks_per_share
+            is_in_first_group = self.rank < self.ranks_per_share
+            if all_have_same_counts and not is_in_first_group:
                 self.counts = StreamCounts()
             self.num_passes += 1
             self._begin_pass()
@@ -255,8 +258,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         packs = packing.pack_stream(self._arriving_lengths(), bytes_of, self.most_bytes)
         while True:
             # Close packs until there are enough for an optimizer step. To fill a pack, `packs` reads documents by
-            # `_arriving_lengths`, which puts them into `_waiting`. Once the last document has arrived, close all
-            # remaining packs: this loop then does not stop, and the loop around it takes them step by step.
+            # `_arriving_lengths`, which puts them into `_waiting`. The next step continues with the next pack. Once the
+            # last document has arrived, there is nothing to wait for, so all remaining packs are closed at once.
             for positions in packs:
                 self._closed_packs.append([self._waiting.pop(position) for position in positions])
                 if len(self._closed_packs) >= packing.packs_per_step and not self._all_arrived:
@@ -282,7 +285,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for document in documents:
             self.digest = zlib.crc32(np.ascontiguousarray(document["input_ids"]).data, self.digest)
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
-        # Of each document: its images, the values in them (colors of pixels), and the sum of squares of these numbers
+        # Of each document: the number of its images, the number of values in them (colors of pixels), and the sum over
+        # its images of the squared number of values
         num_images, num_values, squares = self.rows.count_images(documents).T
         image_costs = packing.cost_model.tower(num_values, squares)
         num_trained = np.array([np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents])
@@ -450,8 +454,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         for state in different_states:
             for part, reader in zip(state["parts"], state["readers"], strict=True):
                 if not reader["done"]:
-                    # By `chunks` a worker that was ahead of others begins with an empty chunk (`StreamReader`). This
-                    # run has other workers, which begin together
+                    # `chunks` counts the chunks that a reader has yielded, so that a restart continues with the worker
+                    # whose turn it is (`StreamReader.__iter__`). This run has other workers, and begins with the first
                     unread.append((part, reader | {"chunks": 0}))
             # A rank that is behind has read nothing of the later passes: its whole share of them is unread
             for epoch in range(state["num_passes"] + 1, last_pass + 1):
