@@ -171,8 +171,8 @@ In a document of 50,400 tokens, attention costs as much as the matrices.
 _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
 # Kinds of layers with an *indexer*, which scores every pair of tokens by heads of its own, to select the tokens that
-# are seen. A head of the indexer needs `index_head_dim` multiplications for the score of a pair. The value says how
-# many it needs in addition: 1 if its score is multiplied by a weight of the head before the scores of heads are summed.
+# are seen. The score of a pair is a sum over these heads. Each head multiplies two vectors of `index_head_dim` numbers.
+# The value here is 1 if the product is also multiplied by a weight of the head, and 0 if it is not.
 _SCORE_WEIGHTS = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
@@ -208,16 +208,13 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float, scans: tuple[
         if kind in _SCORE_WEIGHTS and indexer != "shared":
             num_products = getattr(layer, "index_head_dim", 0) + _SCORE_WEIGHTS[kind]
             score_cost = 2.0 * getattr(layer, "index_n_heads", 0) * num_products
+        # First add the indexer and, with compression, the attention to merged tokens. A token scores, and attends to,
+        # each merged token, so there is one pair for every `rate` earlier tokens. Else the indexer scores every pair.
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
-        # Configs have a `sliding_window` even for layers that see all tokens.
+        full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
+        # Then add the attention to single tokens, which layers with compression have, too: of a window, of a chunk, or
+        # of all earlier tokens. Configs have a `sliding_window` even for layers without a window.
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
-        if rate:
-            # A token scores, and attends to, each merged token. So there is one pair for every `rate` earlier tokens.
-            full_pair_cost += (pair_cost + score_cost) / rate
-        else:
-            full_pair_cost += score_cost  # the indexer scores every pair
-        # Then add the attention to single tokens. Without window and chunks, each token sees all tokens before it, with
-        # compression in addition to the merged ones.
         if window:
             windows[window] += pair_cost
         elif kind == "chunked_attention":

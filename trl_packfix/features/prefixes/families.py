@@ -40,18 +40,20 @@ from ...planning.units import Units
 MIN_SHARED = 16
 """Documents share no rows if they could share fewer than this: more keys would be read than rows are saved."""
 KEYS_PER_CAPACITY = 8
-"""The runs of a piece read at most this many times as many keys as the piece may have rows.
+"""Most keys that the runs of a piece read, as a multiple of the most rows of the piece.
 
 Attention copies the keys that a run reads.
 """
 TARGETS_PER_CAPACITY = 16
-"""A piece has at most this many times as many trained tokens (tokens that count in the loss) as it may have rows.
+"""Most trained tokens of a piece (tokens that count in the loss), as a multiple of the most rows of the piece.
 
 All trained tokens of a piece are in one optimizer step.
 """
 
 FAMILY_ROOM_FACTOR = 8
-"""How many times the rows of its first document a piece may have; see `room_of_families`.
+"""A piece gets the room of the smallest group of ranks that holds its first document so many times.
+
+`room_of_families` computes the room.
 
 With 4, or without a limit, an epoch takes up to 10 % longer.
 """
@@ -149,7 +151,7 @@ def sort_by_tokens(
         # 2. Sort the groups in which not all keys are equal. A view makes each key one value that is compared as bytes,
         # which for big-endian numbers is the order of the tokens.
         differs = _differs_from_previous(keys)
-        is_same_group = group[1:] == group[:-1]  # of each but the first: as the one before it
+        is_same_group = group[1:] == group[:-1]  # whether each key but the first is in the group of the key before it
         is_mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
         is_mixed[group[1:][differs & is_same_group]] = True
         moved = np.flatnonzero(is_mixed[group])
@@ -223,7 +225,11 @@ class Pieces(Units):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def from_documents(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Replace the documents of slots (packs of a schedule) by their pieces, the inverse of `to_documents`."""
+        """Replace the documents of slots by their pieces, the inverse of `to_documents`.
+
+        A *slot* is the place of one pack in a schedule. Arguments and result are those of `Units`: slot i has the
+        documents from `offsets[i]` up to `offsets[i + 1]`, and the pieces between the same two of the returned offsets.
+        """
         piece_of_documents = np.empty(len(self.family), dtype=np.int64)
         piece_of_documents[self.order] = self._piece_numbers
         piece = piece_of_documents[documents]
@@ -236,7 +242,14 @@ class Pieces(Units):
     ) -> tuple[Int64Array, Int64Array]:
         """Sort the pieces by the optimizer step that their documents must keep.
 
-        `order`, the visiting order of other units, plays no part here.
+        Args:
+            order: not used here. In `Units` it is the order of the documents.
+            step_of_documents: the step of each document, by its number, shape (N,); -1 for a document without a step.
+            num_steps: the number of steps.
+
+        Returns:
+            The numbers of the pieces, shape (P,), and where the pieces of each step begin in them, shape
+            (num_steps + 1,).
         """
         # All documents of a piece have the same step, so the step of its first document is the step of the piece.
         step_of_pieces = step_of_documents[self.order[self.offsets[:-1]]]
@@ -252,7 +265,11 @@ class Pieces(Units):
     def to_documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
-        """Replace the pieces of slots by their documents, in random order inside a piece if there is an `rng`."""
+        """Replace the pieces of slots by their documents, in random order inside a piece if there is an `rng`.
+
+        Slot i has the pieces from `offsets[i]` up to `offsets[i + 1]`, and the documents between the same two of the
+        returned offsets.
+        """
         # Sort the documents inside each piece by number, the order without `rng`, and then shuffle them.
         order = self.order[np.lexsort((self.order, self._piece_numbers))]
         if rng is not None:
