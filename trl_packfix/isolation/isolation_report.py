@@ -47,7 +47,8 @@ class IsolationReport:
         max_gradient (`float` or `None`):
             Largest gradient of one document's outputs with respect to another document's embeddings; `None` if it was
             not tested. If ranks share packs, or documents share prefixes, the gradients of a document in a pack and
-            alone are compared as well. A relative difference beyond rounding stands here if it is larger.
+            alone are compared as well. If they differ beyond rounding, this is the larger of the gradient and of their
+            relative difference.
         tolerance (`float`):
             Largest change that rounding explains, from the dtype and from repeated runs, at most `MAX_NOISE`.
         attention (`str`):
@@ -74,7 +75,8 @@ class IsolationReport:
         proved_on (`str` or `None`):
             The day on which an earlier start proved the same model; `None` if this start did.
         reach (`int`):
-            Most tokens in a pack before a document that was tested there and was equal to itself alone; 0 if none.
+            How far from the beginning of a pack a document was still equal to itself alone: the largest number of
+            tokens before it with which this was tested and held; 0 if there is none.
 
     Example:
 

@@ -66,7 +66,8 @@ class Conversation:
         Raises:
             UnknownTurnError: If the text of the row is not a list of messages.
         """
-        # A row may have texts in several columns. Keep those that are tokenised
+        # A row may have texts in several columns. Keep those that TRL tokenises: prompt and completion if the row has
+        # both, else `conversations`, else `messages`
         row = with_one_text({name: row[name] for name in COLUMNS if name in row})
         if not is_conversation(row):
             raise UnknownTurnError("the text of the row is no list of messages, so it has no assistant turn")
@@ -150,6 +151,7 @@ class Conversation:
     def _rendered(self, messages: list[Message], tokenizer: Tokenizer, **kwargs: Any) -> Any:
         """Apply the chat template to messages, as a batch of one conversation."""
         if isinstance(tokenizer, ProcessorMixin):
+            # As in TRL, texts become lists of parts for the templates of processors. Images are in the messages already
             messages = prepare_multimodal_messages(messages)
         # A batch of one conversation, because an empty list of messages is an error outside a batch
         return tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)

@@ -37,7 +37,9 @@ class _UnpreparedModels:
         self._tokens = tokens
         self._num_documents = num_documents
         self._longest = longest
-        # The unprepared model whose forward began last. A model inside it, such as its backbone, does not replace it
+        # The model whose forward began last outside of packed forwards. A model inside it, such as its backbone, does
+        # not replace it. It may also be a prepared model, whose own hook enters the packed forward after this hook. Its
+        # modules then run inside the packed forward, where nothing is checked
         self._outermost: PreTrainedModel | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -49,7 +51,7 @@ class _UnpreparedModels:
                 self._outermost = module
                 _check_own_weights(module)
             return
-        # A module inside the unprepared model, such as its embedding, gets the tokens as its first argument. The model
+        # A module inside an unprepared model, such as its embedding, gets the tokens as its first argument. The model
         # itself mostly gets them by a keyword, which this hook does not see
         model = self._outermost
         if model is not None and args and self._joins_documents(args[0]) and _is_inside(module, model):
@@ -61,7 +63,7 @@ class _UnpreparedModels:
             )
 
     def _joins_documents(self, value: object) -> bool:
-        """Return whether a value is one row with the first tokens of the pack, of more than one document."""
+        """Return whether a value, (1, n), is the first n tokens of the pack, and these are of several documents."""
         if not isinstance(value, Tensor) or value.is_floating_point() or value.ndim != 2 or value.shape[0] != 1:
             return False
         num_tokens = value.shape[1]

@@ -45,7 +45,7 @@ class TrainerView(Protocol):
     processing_class: Any  # a tokenizer or a processor
     _tokenizer: Any  # the tokenizer, or that of the processor
     _is_vision_dataset: bool  # whether the first row of the training set has images
-    padding_free: bool  # whether batches are packs, in TRL
+    padding_free: bool  # by it methods of TRL know whether batches are packs
     completion_only_loss: bool
     _train_batch_size: int  # `auto_find_batch_size` lowers it
 
@@ -79,10 +79,10 @@ class TrainerView(Protocol):
 
 
 def complete_report(trainer: TrainerView, **findings: Any) -> PackingReport:
-    """Add findings to the packing report of a trainer and return it. If `packing_report` is set, rank 0 saves it.
+    """Add findings to the packing report of a trainer and return it. If `args.packing_report` is set, rank 0 saves it.
 
     Args:
-        trainer: the trainer, whose loader of packs was made, and with it the report.
+        trainer: the trainer. It must have a report, which is made with its loader of packs.
         findings: values of fields of `PackingReport`.
     """
     assert trainer.packing_report is not None
