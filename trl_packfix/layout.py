@@ -67,12 +67,12 @@ class Targets:
     depends on which rows documents share.
 
     Attributes:
-        documents: the document of each value that the method `select` returns, int64, in the shape of these values.
+        documents: for each value that `select` returns, the document of the token that it is about, int64, in the shape
+            of these values. If `positions` is None, rows whose next token is not trained have a value, too.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         positions: for each of the M targets the row that predicts it, (M,), if rows may predict tokens of several
             documents. For example, if row 0 predicts a token of documents 0 and 1, and row 1 one of document 1,
             `positions` is [0, 0, 1] and `documents` is [0, 1, 1]. None if each row predicts the token of one document.
-            The values then stay as they are, one per row.
     """
 
     documents: Tensor
@@ -115,10 +115,10 @@ class Layout(ABC):
         group: the s ranks that share the pack; a group of one rank if the batch is not a part.
         num_tokens: T of the whole pack, a multiple of s, if the batch is a part; else 0.
         checksum: a checksum of the whole pack, its tokens, labels and layout, if the batch is a part; else 0.
-        launches: the launches of the flash kernel for this pack on CUDA, each for neighbouring documents of similar
-            length, because a launch wastes time on documents that are much shorter than its longest. Each is (first
-            document, last document + 1, first token, last token + 1, tokens of the longest document), planned by
-            `data/by_length.py`. (): one launch of all documents.
+        launches: the launches of the flash kernel for this pack on CUDA. Each is for neighbouring documents: (first
+            document, last document + 1, first token, last token + 1, tokens of the longest document). (): one launch of
+            all documents. A launch wastes time on documents that are much shorter than its longest, so
+            `data/by_length.py` plans launches of documents of similar length.
         is_packed: whether the batch is a pack, with document boundaries, or a part of one.
         shares_rows: whether a row may belong to several documents.
     """
@@ -296,7 +296,8 @@ class PackedLayout(Layout):
         return torch.arange(start, stop - 1)
 
     def cut_to_part(self, rows: slice, mask: Tensor) -> Self:
-        # Shift the documents before the cut. No token comes after the last row, so any document will do for it.
+        # First shift the documents by one token, then cut them, because the token after the last row of a part is in
+        # the next part. No token comes after the last row of the pack, so any document will do for it.
         next_documents = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
         return replace(
             self,

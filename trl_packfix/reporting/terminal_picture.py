@@ -88,6 +88,7 @@ def _is_trained(document: ShownDocument) -> np.ndarray:
     """Return whether each row of a document is trained, shape (rows,)."""
     is_trained = np.zeros(document.num_rows, dtype=bool)
     for trained, first, end in document.own_spans:
-        # Only tokens whose rows this document does not share with the one before; token 0 is the first of them
+        # `own_spans` leaves out tokens that are shared with the document before, and numbers the others from 0. So a
+        # token has the number of its row
         is_trained[first:end] = trained
     return is_trained
