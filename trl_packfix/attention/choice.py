@@ -11,7 +11,8 @@ this list that works. On CUDA:
     4. packfix_varlen document by document, without a flash kernel, and with a warning
 
 On every other device: packfix_varlen, document by document. With `enforce_flash_attention=False` the user's choice
-stays, with a warning about its cost.
+stays, with a warning about its cost. If the model calls its attention in a way that packfix_varlen does not support,
+packs keep the model's own attention in place of packfix_varlen, on every device.
 """
 
 import re
@@ -93,11 +94,13 @@ def choose_attention(
         reason = f"{type(model).__name__} has its own attention code and supports no other implementation"
         return AttentionChoice(previous, False, previous, reason)
     refusals = refusals or {}
+    # packfix_varlen is refused for a model that calls its attention in a way that packfix_varlen does not support.
+    # Packs then keep the attention that the model has, or the default of transformers if it has packfix_varlen.
     refusal = refusals.get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
         name = default_attention(model) if previous == ATTENTION_NAME else previous
-        # `sdpa` builds no mask for a pack of one document. If modules are causal only by the mask, the result is
-        # `packfix_masked`, which always builds it.
+        # `sdpa` builds no mask for a pack of one document. For a model with modules that are causal only by the mask,
+        # `own_in_packs` returns `packfix_masked` in place of `sdpa`, which always builds it.
         name = own_in_packs(model, name)
         return AttentionChoice(name, "flash" in name, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
@@ -227,7 +230,8 @@ def _choose_on_cuda(
             "them exactly. Set attn_implementation='flash_attention_4' for a flash attention that supports sinks.",
             stacklevel=3,
         )
-    # 2. flash_attention_2, if flash-attn is installed, and no other implementation was refused before it
+    # 2. flash_attention_2, if flash-attn is installed. After a refusal it is not tried: it may be what was refused, and
+    # if it was another flash attention, packfix_varlen follows.
     widest = head_dim(config)
     refused_text = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())  # for the reason
     if needs_varlen is not None and "flash" in previous:

@@ -299,9 +299,10 @@ class FlashCalls:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.calls) == 1:
-            # Each query is in a call, so the only call has all of them, and its output is returned. Training with
-            # `torch_compile` always gets here: it plans no second call. Writing into a tensor, as below, would be wrong
-            # in compiled code, whose backward with torch 2.11 reads tensors as they were before they were written.
+            # Each query is in a call, so the only call has all of them, and its output is returned. In training with
+            # `torch_compile`, compiled code always gets here, because packs are then not divided (`launches_of` in
+            # `runs.py`). Writing into a tensor, as below, would be wrong in compiled code, whose backward with torch
+            # 2.11 reads tensors as they were before they were written.
             queries, keys, kernel, _ = self.calls[0]
             return kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
         B, H, T, D = query.shape

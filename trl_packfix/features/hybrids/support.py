@@ -21,8 +21,8 @@ from ...attention.packed_forward import BOUNDARIES, running_pack
 from ...compat import ReplacedValues, find_kernel_package
 from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
 
-# By the name of a function in a modeling module, the function that replaces it in packs. There is one for each name in
-# `MIXER_FUNCTIONS`, by which the core finds mixers without this folder.
+# By the name of a function in a modeling module, the function that replaces it in packs. The names are those of
+# `MIXER_FUNCTIONS`, by which `attention/mixer_support.py` finds mixers also if this folder has been deleted.
 MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve_documents,
     "torch_chunk_gated_delta_rule": scan_delta,
@@ -45,13 +45,15 @@ class HybridMixers(MixerSupport):
     """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
 
     def replaced_functions(self, model: nn.Module) -> ReplacedValues:
-        """Return what replaces the functions of the model's mixers, from its `enter` to its `leave`."""
+        """Return an object whose `enter` replaces the functions of the model's mixers, until its `leave` is called."""
+        # Each place is a pair: the namespace of a modeling module, and the name of a function in it
         return ReplacedValues(mixer_function_places(model), _make_replacement)
 
     def config_has_mixers(self, config: PreTrainedConfig) -> bool:
-        """Return whether transformers' model of a text config has mixers.
+        """Return whether the causal language model that transformers makes of a text config has mixers.
 
-        It has none if all its layer types are attention. Otherwise the functions in its modeling module decide.
+        It has none if the config lists the types of its layers, and all of them are attention. Otherwise it has mixers
+        if its modeling module has one of the functions in `MIXER_FUNCTIONS`.
         """
         layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
         if layer_types and all("attention" in name and name != "linear_attention" for name in layer_types):
@@ -80,7 +82,7 @@ class HybridMixers(MixerSupport):
 
     def missing_packages(self, model: nn.Module) -> list[str] | None:
         """Return the sorted pip names of kernel packages that are not installed; None if no known kernel is used."""
-        # (package, whether it is installed) of each function that has a kernel
+        # Of each function: the package with its kernel and whether it is installed; None for a function without kernel
         kernels = [find_kernel_package(namespace[name]) for namespace, name in mixer_function_places(model)]
         known_kernels = [kernel for kernel in kernels if kernel is not None and kernel[0] in PIP_NAMES]
         if not known_kernels:
