@@ -75,7 +75,7 @@ class ByLength:
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))
-        # `like`: the sorted documents are for the same group of ranks as the pack
+        # A pack may be a `RankShare`, a list with the group of ranks that share the pack. `like` keeps this group
         batch = self.collate(RankShare.like(pack, longest_first))
         layout = layout_of(batch)  # made from the boundaries if the batch has none
         if layout.shares_rows:

@@ -53,8 +53,9 @@ class DocumentRun(NamedTuple):
 
     document: int  # index of the document in the batch
     first: int = 0
-    # Images are counted only if documents share rows. `features/images/collator.py` takes those of a run by them
-    images_before: int = 0  # number of images of the document that begin before `first`
+    # Images are counted only if documents share rows. Then the images that begin in this run are those with the indices
+    # from `images_before` to `num_images` - 1. If rows are not shared, a run has all images of its document
+    images_before: int = 0  # number of images of the document that begin before the token `first`
     num_images: int = 0  # number of all images of the document
 
 
@@ -88,9 +89,9 @@ class PackedDataCollator:
             If set, N is padded to a multiple of this number of documents. The padding is documents without tokens at
             the end, so the last entries of `cu_seq_lens_q` and `cu_seq_lens_k` are all T.
         max_length (`int`, *optional*):
-            If set, `max_length_q` and `max_length_k` are at least this number of tokens, and padding is divided into
-            documents of at most this number of tokens. Together with `pad_to_multiple_of` and
-            `pad_documents_to_multiple_of`, packs of different documents have the same shapes.
+            If set, `max_length_q` and `max_length_k` are at least this number of tokens, or T if T is smaller. Padding
+            is divided into documents that are at most as long as this number, or as the longest document. Together with
+            `pad_to_multiple_of` and `pad_documents_to_multiple_of`, packs of different documents have the same shapes.
 
     Raises:
         ValueError: If a document is empty or its labels are not as long as its tokens, if documents have

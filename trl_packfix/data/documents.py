@@ -104,7 +104,9 @@ class Documents:
     start: Int64Array  # first token of the document, counted inside its row
     stop: Int64Array  # the token behind the last token of the document
     trained: Int64Array  # number of trained tokens
-    ledger: Ledger  # counts of the table; documents that are made of these documents share it, and add to it
+    # Counts of the table. `Documents` that are made of these by `drop`, `select`, cutting or splitting hold the same
+    # `Ledger` object, in which the dropped, cut and split documents are counted
+    ledger: Ledger
     block: Int64Array | None = None  # index of the block that holds the document; None if the strategy cuts no blocks
     # The order of the documents by their tokens. Shared prefixes need it, to plan documents that begin alike as one
     # unit; otherwise it is None

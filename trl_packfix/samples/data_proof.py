@@ -66,8 +66,8 @@ NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
 MOST_SHAPES = 200  # shapes of which one row is tried
 MOST_MARKS = 20_000  # marks in all rows together
 MAX_TRIED_PER_ROW = 50  # of a row: texts that are marked alone, and booleans and nulls that are replaced
-# Of a kind: missing texts for which the conversation is rendered up to their turn, and booleans and nulls that are
-# replaced
+# Of a kind: booleans and nulls that are replaced, and missing texts of the assistant that are looked for once more, in
+# the conversation up to their turn (a template may render a thought in the last turn only)
 MAX_TRIED_PER_KIND = 8
 KNOWN_ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
 SANITISED = '{"sanitize_control_tokens": True}'  # arguments with which transformers removes control tokens from texts
@@ -138,7 +138,9 @@ def _make_kind_reader(dataset: Dataset | IterableDataset, rendering: Rendering) 
     tokenizer: Any = plain_tokenizer(rendering.tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of Mistral have none
     control = {token.content for token in added.values() if token.special}
-    if has_images(dataset):  # texts may have their placeholders, which have "image" in their name (`MEDIA`)
+    # Texts of rows with images may have placeholders of images, which are control tokens such as "<image>". Tokens with
+    # "image", "video" or "audio" in their name (`MEDIA`) are therefore not looked for
+    if has_images(dataset):
         control = {token for token in control if not MEDIA.search(token)}
     pattern = "|".join(re.escape(token) for token in sorted(control, key=len, reverse=True))
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -219,7 +221,7 @@ class _Proof:
             messages = messages[1:]  # the first message of a `FormattedRow` is the row itself
         message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(messages, {})}
         columns = {name: value.strip() for name, value in row.items() if isinstance(value, str)}
-        # A value shorter than that (64 characters) may be in the text by chance.
+        # A value with fewer than `LONGEST_LABEL` (64) characters may be in the text by chance.
         long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
         self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
         changed = [name for name in self.structs if raw_row.get(name) != row.get(name)]
@@ -250,8 +252,8 @@ class _Proof:
         for mark, (leaf, value) in marks.items():
             state = "kept"
             # Only texts under `content` count as repeated. Others, such as the name of a tool, may be rendered twice on
-            # purpose. With `per_turn` the samples of all turns are rendered, and each sample repeats
-            # the turns before its own.
+            # purpose. With `per_turn` the samples of all turns are rendered, and each sample repeats the turns before
+            # its own.
             if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
                 state = "repeated"
             # A message may have the same thought as `reasoning` and as `reasoning_content`, and one of them is enough.
@@ -405,8 +407,9 @@ class _Proof:
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
                 severity="mended",  # this package corrects the rows
             )
-        # transformers removes control tokens from texts ("sanitises" them) only if it returns no mask of the
-        # assistant's tokens. `per_turn` needs no mask, so the remedy asks for it where a mask would be needed
+        # transformers cannot both remove control tokens from texts ("sanitise" them) and return a mask of the
+        # assistant's tokens. `assistant_only_loss` needs this mask, and `per_turn` does not. So with
+        # `assistant_only_loss` alone the remedy also asks for `per_turn`
         per_turn = " and set `per_turn=True`" if self.rendering.trains_assistant and not self.rendering.per_turn else ""
         needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
         yield from self._yield_finding(
@@ -442,7 +445,8 @@ class _Proof:
         for (path, role), group in groups.items():
             where = f"have `{path}`" + (f" in messages of the role `{role}`" if role else "")
             lost = {kind: states for kind, states in group.items() if states["left out"] or states["left out later"]}
-            if not role and self.rendering.formatting_func is not None:  # only the message of all columns has no role
+            # With `formatting_func`, texts without a role are in columns, so the finding is that of an unread column
+            if not role and self.rendering.formatting_func is not None:
                 yield from self._unread_column(path, lost)
                 continue
             predicate = f"{where}, which {self.rendering.name} leaves out"
