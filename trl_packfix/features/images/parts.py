@@ -59,8 +59,8 @@ class TowerDivision:
             ValueError: the first axis of a tensor in the output does not belong to the rows.
         """
         for tensor in tree_leaves(output):
-            # A tower may return fewer rows than it reads, such as 1 for 4. In the ratio of this rank, the input rows of
-            # all ranks must give a whole number of output rows
+            # A tower may return fewer rows than it reads. If this rank got 2 output rows for its 8 input rows, 20 input
+            # rows of all ranks give 20 * 2 / 8 = 5 output rows. This number must be whole
             if isinstance(tensor, Tensor) and (
                 tensor.dim() == 0 or tensor.shape[0] * sum(self.rows_by_rank) % self.num_computed
             ):
@@ -76,8 +76,9 @@ class TowerDivision:
         """Return a tensor of the output for all images: the rows from all ranks, end to end."""
         num_ranks = len(self.rows_by_rank)
         row_size = tensor[:1].numel()
-        # The output rows of each rank are fewer than its input rows, if the tower merges patches
+        # How many numbers each rank contributes. If the tower merges patches, output rows are fewer than input rows
         counts = [tensor.shape[0] * num_rows // self.num_computed * row_size for num_rows in self.rows_by_rank]
+        # Each rank sends its numbers to all ranks, and gets `counts[i]` numbers from rank i
         sent = tensor.flatten()[: counts[self.group.rank]]
         received = exchange_pieces(sent.repeat(num_ranks), [len(sent)] * num_ranks, counts, self.group)
         return received.view(-1, *tensor.shape[1:])

@@ -42,10 +42,11 @@ class ImageNumbers(ContentSection):
         counts = planner.documents.image_count
         assert counts is not None, "the documents have no images"
         schedule = planner.schedule(0)
-        costs = planner.image_costs
+        costs = planner.image_costs  # FLOPs of the vision tower for each of N documents, shape (N,)
         # A slot is the place of one pack in the schedule. A few slots may stay without documents
         has_pack = np.diff(schedule.offsets) > 0
-        images_of_packs = schedule.slot_sums(counts).ravel()[has_pack]
+        images_of_slots = schedule.slot_sums(counts).ravel()  # number of images in each slot
+        images_of_packs = images_of_slots[has_pack]
         section = cls(
             num_images=int(counts.sum()),
             num_documents=int((counts > 0).sum()),
@@ -54,7 +55,7 @@ class ImageNumbers(ContentSection):
         )
         if not costs.any():  # they are all 0 if the cost of the tower is unknown
             return section
-        language_costs = planner.packing.cost_model(planner.documents.lengths)
+        language_costs = planner.packing.cost_model(planner.documents.lengths)  # FLOPs of the language model, (N,)
         return replace(
             section,
             tower_share=float(costs.sum() / (costs.sum() + language_costs.sum())),
@@ -78,7 +79,10 @@ class ImageNumbers(ContentSection):
 
     @property
     def imbalances_text(self) -> str:
-        """The imbalances of the two models, as the end of a line on the common imbalance; "" if they are not known."""
+        """The imbalances of the two models, as text; "" if they are not known.
+
+        The text is the end of the line of the report on the imbalance of ranks, which is that of both models together.
+        """
         if self.tower_imbalance is None:
             return ""
         tower = f"of the vision tower alone {self.tower_imbalance:.3f}"

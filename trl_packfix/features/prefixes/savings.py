@@ -2,8 +2,9 @@
 
 Documents that begin with the same tokens can compute the rows of their common beginning once. With
 `share_prefixes="pack"` they do so if they happen to be in one pack; with "family" such documents are planned as one
-unit, a *family*, so they are in one pack. With "off" they compute all rows. What is saved is told by the share that is
-still computed: rows computed / tokens of the documents, and the same for FLOPs.
+unit, a *family*, so they are in one pack. A family that is too large for one pack is cut into several units, and every
+unit is called a *piece*. With "off" documents compute all rows. What is saved is told by the share that is still
+computed: rows computed / tokens of the documents, and the same for FLOPs.
 
 `PrefixSharing.report_section` calls `planned_savings` for the report. It reads no token: with "family", the order of
 the documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts
@@ -63,13 +64,16 @@ class PrefixSavings(FeatureSection):
         return replace(self, refused=reason)
 
     def independent_documents(self, unpacked_documents: int) -> tuple[float, str, str] | None:
-        """Return the number of families in a step, and the two parts of a message about it; None without families.
+        """Return how many independent documents an optimizer step has, for the advice on the learning rate.
 
-        Documents of a family are not independent, so a family counts as one independent document. The message begins
-        with the first part, and ends with the second one, which names a setting without families.
+        Documents of a family are not independent, so a family counts as one independent document.
 
         Args:
             unpacked_documents: documents of an optimizer step of the unpacked run.
+
+        Returns:
+            (families per step, beginning of the line of the report with this advice, end of this line, which names a
+            setting without families); None if the run plans no families.
         """
         per_step = self.families_per_step
         if per_step is None:
@@ -126,12 +130,12 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings:
         return PrefixSavings(setting)
     schedule = planner.schedule(0)
     tokens = planner.documents.token_order  # all documents, sorted by their tokens
-    pieces = planner.units()
+    pieces = planner.units()  # `family`: the number of the family of each document, shape (N,)
     assert tokens is not None
     assert isinstance(pieces, Pieces)
     slot = _slots_of_documents(planner)
     rows, flops = _computed_shares(planner, tokens.within(slot))  # sorted by tokens inside each pack
-    # Count a family in every step that has documents of it.
+    # Count a family in every step that has documents of it. Each step has `num_slots` slots, one after the other.
     step = slot[schedule.order] // planner.packing.bins.num_slots
     step_and_family = step * len(planner.documents) + pieces.family[schedule.order]  # one number for each pair
     num_in_steps = len(np.unique(step_and_family))
@@ -172,7 +176,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
             first = np.linspace(0, len(documents) - STRETCH_LENGTH, NUM_STRETCHES).astype(np.int64)
             numbers = (first[:, None] + np.arange(STRETCH_LENGTH)).ravel()
         pieces = make_family_pieces(planner, token_order(reader, documents, selection=numbers))
-        in_families = float(pieces.rows.sum() / documents.lengths[numbers].sum())
+        in_families = float(pieces.rows.sum() / documents.lengths[numbers].sum())  # `rows`: computed rows of each piece
         num_families = pieces.num_families
     return PrefixSavings(
         setting,
@@ -209,11 +213,13 @@ def _computed_shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, 
 
     Args:
         planner: the planner of the documents.
-        tokens: some documents, sorted by their tokens inside each pack.
+        tokens: M documents, sorted by their tokens inside each pack. `order` has their numbers, and `common` the number
+            of tokens that each has in common with the document before it, both of shape (M,).
     """
     lengths = planner.documents.lengths[tokens.order]
     cost_model = planner.packing.cost_model
-    # Rows that each document shares with the one before it: all common tokens but the last, whose next tokens differ
+    # Rows that each document shares with the one before it, shape (M,): all common tokens but the last, whose next
+    # tokens differ. Equal documents share all rows, and documents that could share only a few rows share none
     shared = shared_by_neighbours(tokens.common, lengths)
     # FLOPs of all images in the vision tower, and of the images behind the shared tokens
     image_costs = planner.image_costs_behind(tokens.order, np.zeros_like(shared)).sum()
@@ -230,7 +236,7 @@ def _computed_share_of_images(documents: Documents, reader: RowReader, tokens: T
     Args:
         documents: the documents, with images.
         reader: the reader of their rows.
-        tokens: some documents, sorted by their tokens inside each pack.
+        tokens: M documents, sorted by their tokens inside each pack, as in `_computed_shares`.
     """
     order = tokens.order
     shared = shared_by_neighbours(tokens.common, documents.lengths[order])

@@ -42,7 +42,11 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     last_indices = selection[~may_share]
 
     def read_tokens(places: np.ndarray, first: int, width: int) -> np.ndarray:
-        """Read `width` tokens from token `first` on of the documents at some places of `indices_to_sort`."""
+        """Read `width` tokens, from token `first` on, of the documents at n places of `indices_to_sort`.
+
+        Returns:
+            The tokens, shape (n, width), with `END_TOKEN_KEY` behind the end of a document.
+        """
         indices = indices_to_sort[places]
         return tokens.read_first_tokens(row[indices], start[indices] + first, stop[indices], width=width)
 
