@@ -2,10 +2,9 @@
 
 A hook on the backbone of the model (all of it but the LM head) takes the padded rows of a batch, makes one *pack* of
 them (a sequence without padding, in which each row is one document), runs the backbone on it, and puts the states back
-to the places of the padded rows. The hooks are in
-`packed_rows.py`, one `PackedRows` for each model. This module finds the models of a trainer, refuses settings
-with which packs would differ from padded rows, proves on each model that packs give equal results, and logs how many
-tokens were computed.
+to the places of the padded rows. The hooks are in `packed_rows.py`, one `PackedRows` for each model. This module finds
+the models of a trainer, refuses settings with which packs would differ from padded rows, lets each model prove that
+documents have equal results in packs, and logs how many tokens were computed.
 """
 
 import warnings
@@ -65,6 +64,7 @@ PACKED_ROWS = ChoiceConflicts(
         "the last one",
         MEGATRON: "It splits a document over ranks and reads data with its own loader",
         PACKING: "The batches are packs already, without padding",
+        # A run meets `NOISE` if `neftune_noise_alpha` is set
         NOISE: "The noise depends on the length of a row, which is that of the pack here",
         SEVERAL_DEVICES: ON_SEVERAL_DEVICES,
         DATA_PARALLEL: "It runs copies of the model, which hooks do not reach",
@@ -108,7 +108,10 @@ class RowPacking:
         return "\n".join(lines)
 
     def prove(self) -> None:
-        """Prove, for each model that is not proved yet, that packs equal padded rows. All ranks must call it."""
+        """Prove, for each model that is not proved yet, that documents have the same results in packs as alone.
+
+        All ranks must call it. A model that fails computes its rows with padding, see `PackedRows.prove`.
+        """
         if not isinstance(self._trainer_or_model, Trainer):
             self.rows["model"].prove(self._trainer_or_model)
             return
@@ -117,6 +120,7 @@ class RowPacking:
         wrapped: dict[str, Any] = _models_of(trainer) | {"model": getattr(trainer, "model_wrapped", trainer.model)}
         for name, rows in self.rows.items():
             if not rows.is_proved:
+                # `proof_status` shows on stderr how many forwards the proof has run
                 with trainer.compute_loss_context_manager(), proof_status(trainer.args, rows.packed_model):
                     rows.prove(wrapped[name])
 
@@ -145,8 +149,12 @@ def pack_forward(
     place in the padded batch, so losses, metrics and samplers of the trainer do not change. Generation, and calls with
     a cache or without a mask, do not change either.
 
-    Packs are tested on the model, as for `SFTTrainer`, and on the first batch: states and gradients of its padded rows
-    and of its pack must be equal up to rounding. If they are not, rows run with padding, and a warning says why.
+    Packs are tested twice. The first test runs in this call, or when training begins if DeepSpeed or FSDP wraps the
+    model: documents must have the same results in packs as alone, as is tested for `SFTTrainer`. The second test runs
+    on the first batch of each kind, such as the first with gradients: states and gradients of its padded rows and of
+    its pack must be equal up to rounding. It is omitted if the parameters of the model are sharded. If a test fails,
+    rows run with padding. If packs fail only where rows share beginnings, rows are packed without sharing. A warning
+    says why.
 
     Args:
         trainer_or_model: the trainer, or a transformers model (with or without PEFT) on its device, not wrapped yet.
