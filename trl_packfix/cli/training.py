@@ -109,6 +109,7 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
             "the hub or a folder."
         )
+    # `names_set`: the names of the fields that a flag or the config file sets
     adapter_names = [
         name for name in configs.names_set if name.startswith("lora_") or name in ("use_dora", "use_rslora")
     ]
@@ -124,12 +125,12 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     if training_args.resume_from_checkpoint and PartialState().is_main_process:
         # Refuse a missing or damaged checkpoint before anything is loaded
         choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
-    names = configs.names
+    dataset_names = configs.names
     if dataset is None:
         with training_args.main_process_first(desc="dataset"):  # only one process of a machine downloads
             dataset = _load_splits(script_args, training_args, configs.mixture)
     PartialState().print(f"Model: {model_args.model_name_or_path}")
-    PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
+    PartialState().print(f"Dataset: {', '.join(dataset_names) or 'given'}")
     assert not isinstance(training_args.model_init_kwargs, str)  # transformers reads JSON
     model_settings = {
         "revision": model_args.model_revision,
@@ -142,7 +143,7 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
         # Only for its error: a model that cannot be loaded is refused with the name of the setting
         text_config(model_args.model_name_or_path, training_args)
     test_split = script_args.dataset_test_split
-    with in_utf8(", ".join(names)):  # the trainer reads the rows; bytes that are no UTF-8 become a ValueError
+    with in_utf8(", ".join(dataset_names)):  # the trainer reads the rows; bytes that are no UTF-8 become a ValueError
         evaluates = training_args.eval_strategy != "no"
         return SFTTrainer(
             model=model_args.model_name_or_path,

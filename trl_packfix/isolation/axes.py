@@ -102,8 +102,9 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
             token_axes = _find_token_axes(name, place, size, longer=longer, lengths=pack_lengths)
             shapes = [input_sizes.get(place) for input_sizes, _ in batch_sizes]
             inputs[place] = _add_batch_axis(token_axes, size, shapes)
-        # Outputs: the axes that differ between two batches of one row are token axes. The repair divides the arguments
-        # of a pack into batches of rows, so packs show what the module gets, and batches what it then returns.
+        # Outputs: the axes that differ between two batches of one row are token axes. In a repaired model the arguments
+        # that the module gets are those of a pack. They are divided into batches without boundaries, on which the
+        # module runs. So its arguments are recorded in packs, and its outputs in such batches.
         outputs = {}
         widening = set()
         _, sizes_of_one_token = sizes_of_shortest.get(name, no_sizes)

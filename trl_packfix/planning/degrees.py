@@ -68,6 +68,8 @@ class GroupTimes:
         num_values = 0  # numbers that are exchanged for one token in all layers
         num_layers = 0
         for kind in self.cost_model.attention + self.cost_model.mixers:  # layers with equal heads
+            # `exchanged_per_head`: numbers that are exchanged for one token of a query head, or of a value head of a
+            # mixer, before and after together. `exchanged_per_kv_head`: the same for a key head
             num_layers += kind.layers
             kv_heads = max(kind.kv_heads, degree)
             num_per_layer = kind.heads * kind.exchanged_per_head + kv_heads * kind.exchanged_per_kv_head
@@ -154,8 +156,8 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
         num_groups = bins.num_slots // degree
         return step.make_division(packs + [np.zeros(0, np.int64)] * (num_groups - len(packs)), degree)
     fastest = step.divide(step.members, accumulation)
-    # The planned packs are a division with degree S, which always fits. If `step` finds a division with degree S by
-    # itself, it has compared it with the others. Otherwise compare the planned packs, balanced.
+    # A division with degree S always exists: the planned packs. `step.divide` has considered degree S for the whole
+    # step only if `unbalanced_packs` finds packs for it. Otherwise compare the planned packs, balanced, with `fastest`.
     if fastest is None or step.unbalanced_packs(step.members, degree, accumulation) is None:
         planned = step.make_division(step.balance(packs, degree, accumulation), degree)
         if fastest is None or planned.seconds < fastest.seconds:
@@ -187,8 +189,8 @@ class UndividedStep:
     def divide(self, members: Int64Array, num_micro_steps: int) -> DividedStep | None:
         """Divide units among `num_micro_steps` micro-steps, with one degree or in halves.
 
-        In halves, the longer units go to the first half of the micro-steps. They have about the share of the tokens
-        that these micro-steps are of all.
+        In halves, the longer units go to the first half of the micro-steps. If these are 2 of 5 micro-steps, the
+        longest units that together have at most 2 / 5 of the rows go there, and at least one unit.
         """
         in_halves = None
         if num_micro_steps > 1 and len(members):

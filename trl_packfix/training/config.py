@@ -52,7 +52,8 @@ def with_help(config: Config) -> Config:
 
     The texts become metadata of the fields, so this decorator must run before `dataclass` does.
     """
-    # Fields of experimental choices, such as "tokens_per_rank" of the condition with the name "`tokens_per_rank`"
+    # The names of fields that make an experimental choice. A condition on a field is named by the field in backticks,
+    # such as "`tokens_per_rank`", or by the field and its value, such as "`eval_packing=True`"
     experimental = {condition.name.strip("`").partition("=")[0] for condition in EXPERIMENTAL}
     for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
         label = "Experimental, several GPUs have not run it yet. " if name in experimental else ""
@@ -230,8 +231,8 @@ class SFTConfig(trl.SFTConfig):
         return self.overlong or STRATEGIES[self.packing_strategy].overlong
 
 
-# An argument that only the config of another trainer has raises a TypeError with the name here. `dataclass` writes the
-# constructor, so it is wrapped after the class is made
+# If the constructor gets an argument that only the config of another trainer has, its TypeError tells how to write this
+# setting for this class. `dataclass` writes the constructor, so it is wrapped after the class is made
 SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]
 
 

@@ -107,7 +107,7 @@ def _switch_router_loss_off(trainer: TrainerView, config: PreTrainedConfig) -> N
 def load_balancing(
     router_logits: list[Tensor], num_experts: int, num_chosen: int, *, row_counts: Tensor, group: Group
 ) -> Tensor:
-    """Return transformers' load-balancing statistic of the documents of a pack, (); 0 if it has no documents.
+    """Return transformers' load-balancing statistic of the documents of a pack, a scalar; 0 without documents.
 
     If ranks share the pack, all of them must call it. Its value is the statistic of the whole pack, and its gradient
     flows to the part of the pack on this rank.

@@ -73,10 +73,11 @@ class StepComparison:
 
 
 def choose_documents(documents: list[Document]) -> list[Document]:
-    """Choose `NUM_DOCUMENTS` of some documents with trained tokens, and shorten them. Repeat some if there are fewer.
+    """Choose `NUM_DOCUMENTS` of the given documents, and shorten them.
 
-    First come the two documents with the longest common beginning, which `share_prefixes` computes once. Then come
-    documents with images, and then texts, each the shortest first.
+    Each given document has a trained token. If too few are given, some are chosen several times. First come the two
+    documents with the longest common beginning, which `share_prefixes` computes once. Then come documents with images,
+    and then texts, each the shortest first.
     """
     # For an empty list, a dummy: a document without a trained token
     shortened = [_shorten(document) for document in documents] or [dummy_document(0)]
@@ -132,8 +133,8 @@ def to_int64(values: npt.ArrayLike) -> Tensor:
 def is_plain(batch: dict[str, Any]) -> bool:
     """Return whether a batch is a whole pack of texts in which documents share no prefix."""
     layout = layout_of(batch)
-    tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
-    is_text_batch = tensors <= TEXT_BATCH_KEYS
+    names_of_tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
+    is_text_batch = names_of_tensors <= TEXT_BATCH_KEYS
     # `weighs_rows`: documents share tokens, or the batch is a part of a pack
     return is_text_batch and layout.is_packed and not layout.weighs_rows
 
@@ -141,7 +142,8 @@ def is_plain(batch: dict[str, Any]) -> bool:
 def longest_of(batch: dict[str, Any]) -> Tensor:
     """Return the tokens, (n,), of the longest document of a pack, on the CPU.
 
-    Documents without a trained token are padding, and are not returned.
+    Documents without a trained token are padding, and are not considered. If the pack has no others, the first
+    one is returned.
     """
     bounds = batch["cu_seq_lens_q"]
     # The number of trained tokens before each position. The labels of a pack are -100 at the first token of a document
