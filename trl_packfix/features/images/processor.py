@@ -6,7 +6,7 @@ completion. `RowProcessor` processes it twice: before training for `measures.py`
 
 Words:
     placeholder  a token that stands for a part of an image.
-    image span   the range of tokens from the first to the last placeholder of an image.
+    image span   the range of tokens from the first to the last placeholder of an image (`image_spans`).
     output       a tensor that the processor returns beside tokens, such as `pixel_values`.
 """
 
@@ -55,7 +55,7 @@ class RowProcessor:
 
     @cached_property
     def by_size(self) -> "RowProcessor":
-        """A copy that returns images of the right shapes without their pixels, and processes one image of each size."""
+        """A copy that returns shapes without pixels, and processes only images of new sizes (`SizeProcessor`)."""
         processor = copy.copy(self.processor)
         processor.image_processor = SizeProcessor(processor.image_processor)
         return RowProcessor(replace(self._collate, processor=processor))
@@ -117,6 +117,10 @@ class RowProcessor:
         They are the tokens of each document. The first placeholder of each image is replaced by a number, which is
         equal for two images if the processor returns the same tensors for them. All images of a document count as one
         image if their outputs cannot be told apart.
+
+        Returns:
+            For each document the numbers of its tokens, (T,), and its image spans, which documents share as a whole or
+            not at all.
         """
         numbers: dict[bytes, int] = {}
         compared = []
@@ -135,8 +139,10 @@ class RowProcessor:
     def image_spans(self, document: Mapping[str, Any]) -> list[Span]:
         """Return the spans of the images of a document, in order.
 
-        If the outputs of its images cannot be told apart, one span is returned, from the first image to the last. If no
-        token is known to be an image, the span is the whole document.
+        Consecutive placeholders are taken for one image. If the outputs cannot be divided into as many images, one span
+        is returned, from the first placeholder to the last. This can happen if other tokens, such as ends of rows,
+        divide the placeholders of an image, or if no token divides those of two images. If no token is known to be a
+        placeholder, the span is the whole document.
         """
         if "pixel_values" not in document:
             return []
@@ -152,10 +158,11 @@ class RowProcessor:
         return spans if _ends_of_images(document, len(spans)) is not None else [(edges[0], edges[-1])]
 
     def measure_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Process a row and return `input_ids` and `labels` as lists, and the values of `KINDS` (`measures.py`).
+        """Process a row, and return its tokens and labels as lists, with the numbers that planning needs.
 
-        `contents` has a hash for each image span, of the decoded pixels before processing. The hash depends on the
-        number of tokens too, because one image may have more tokens in one document than in another.
+        `KINDS` in `measures.py` lists these numbers. `contents` has a hash for each image span, of the decoded pixels
+        before processing. The hash depends on the number of tokens too, because one image may have more tokens in one
+        document than in another.
         """
         document = self(row)
         tokens = document["input_ids"]
@@ -174,11 +181,11 @@ class RowProcessor:
         return {
             "input_ids": tokens.tolist(),
             "labels": labels.tolist(),
-            "image_stop": spans[-1][1] if spans else 0,
+            "image_stop": spans[-1][1] if spans else 0,  # the token behind the last image
             "image_count": len(images),
-            "image_values": int(sizes.sum()),
+            "image_values": int(sizes.sum()),  # pixel values, for the cost of the vision tower
             "image_squares": int((sizes**2).sum()),  # for the cost of attention in the vision tower
-            "spans": [edge for span in spans for edge in span],
+            "spans": [edge for span in spans for edge in span],  # [start, stop, start, stop, ...]
             "contents": [
                 _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - start)), span_images)
                 for (start, stop), span_images in zip(spans, images_of_spans, strict=True)
@@ -325,7 +332,8 @@ class SizeProcessor:
         sizes = tree_map(lambda image: (image.size, image.mode), images)
         key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
-            # Not black: without normalisation black is 0, as padding is, which `_shape` tells apart
+            # The colour is not black. If the processor does not normalise pixels, black pixels are 0, and `_shape`
+            # takes an image or tile of zeros for padding
             one_colour_images = tree_map(lambda image: Pillow.new(image.mode, image.size, 1), images)
             outputs = self._image_processor(images=one_colour_images, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
@@ -335,9 +343,10 @@ class SizeProcessor:
 def _shape(value: Any) -> Any:
     """Return an output of the image processor without its content.
 
-    Pixels become a tensor of their shape that takes no memory, because each image or tile has one value, expanded: 0
-    for padding, 1 otherwise. So do masks of pixels, integers of 4 or more axes. Other integers, such as the sizes and
-    grids of images, are returned as they are: placeholders in the text are expanded by them.
+    Pixels, which are floats, are replaced by a tensor of the same shape that takes no memory: each image or tile has
+    one number, expanded to its shape, which is 0 for padding and 1 otherwise. Integers of 4 or more axes are masks of
+    pixels, and are replaced in the same way. Other integers, such as the sizes and grids of images, are returned as
+    they are, because the number of placeholders of an image is computed from them.
     """
     if not isinstance(value, Tensor) or (value.dim() < 4 and not value.is_floating_point()):
         return value

@@ -1,4 +1,4 @@
-"""Offer the core what it needs for the vision towers of models in packs with images: a `TowerSupport`.
+"""Give other folders what they need for the vision towers of models in packs with images: a `TowerSupport`.
 
 `attention/tower_support.py` says who calls it, and what each method does. While a model takes packs, its towers have
 the hooks of `tower_hooks.py`. Towers that would compute one image after the other have the attention of

@@ -19,9 +19,9 @@ class UnpackedImages(AroundCalls):
 
     `UnpackedForward`, which does this for text, changes the inputs of the decoder. That is too late for models that
     build masks or positions from images before the decoder (gemma3 lets the tokens of an image attend to each other).
-    All documents of a pack share one call, so that every rank gathers the same parameters, and images are in the order
-    of their documents. Rows are padded with token 0. If token 0 stands for an image in a model, the test of the model,
-    which runs such rows, fails, and the model is refused.
+    All documents of a pack share one call. So every rank calls the model equally often, as sharded parameters (ZeRO-3,
+    FSDP) need it, and images are in the order of their documents. Rows are padded with token 0. If token 0 stands for
+    an image in a model, the test of the model, which runs such rows, fails, and the model is refused.
     """
 
     def __init__(self, model: nn.Module):
@@ -48,7 +48,8 @@ class UnpackedImages(AroundCalls):
             if tokens is not None:
                 row_arguments[name] = tokens.new_zeros(mask.shape).masked_scatter(mask, tokens)
         output = yield (), row_arguments | {"attention_mask": mask.long()}
-        # Select the real tokens of the states and of the logits of routers, of which the batch has one tensor each
+        # Select the real tokens from the states, (B, L, hidden), and from the router logits of each layer, (B * L,
+        # experts). `join_outputs` passes a list with a tensor for each batch, and there is one batch
         yield join_outputs(
             [output], lambda states: states[0][mask][None], lambda router_logits: router_logits[0][mask.flatten()]
         )
