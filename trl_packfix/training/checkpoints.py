@@ -40,10 +40,13 @@ TrainedMask = npt.NDArray[np.bool_]  # for each of the N documents of the epoch,
 
 
 def note_times(checkpoint: Path) -> dict[str, int]:
-    """Mark a checkpoint folder as unfinished, and return the files that an earlier run wrote there.
+    """Mark a checkpoint folder as unfinished, and return the times of the files that are in it already.
+
+    It is called before a run writes the checkpoint. The folder has files if an earlier run has written a checkpoint
+    there. `save_state` compares the times, and so knows which files have been written since.
 
     Returns:
-        The time of the last change of each file in nanoseconds, by name, for `save_state`.
+        The time of the last change of each file in nanoseconds, by its path relative to the folder.
     """
     # `trainer_state.json` is removed first, because without it the checkpoint counts as unfinished at once
     (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -59,8 +62,8 @@ def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str,
         state: the state of the training data, which `read_state` returns.
         earlier_files: the result of `note_times` for this folder.
     """
-    # If a run writes a checkpoint into the folder of an earlier run, files of that run which have not changed yet are
-    # not listed: callbacks may overwrite them after this, and their new size is not known yet.
+    # Only files that were written since `note_times` are listed. A callback may still overwrite a file of an earlier
+    # run after this, so the final size of such a file is not known yet.
     files = {
         name: [stat.st_size, _hash_file(checkpoint / name)]
         for name, stat in _list_files(checkpoint)
@@ -162,13 +165,15 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """Return the state that `save_state` wrote, or None if the checkpoint has no `packing_state.json`.
 
-    For a run on a table, the two masks that `save_trained` wrote are added as the entry "trained".
+    If the training set was a table and not a stream, the two masks that `save_trained` wrote are added as the entry
+    "trained".
     """
     file = checkpoint / STATE_FILE
     if not file.is_file():
         return None
     state: dict[str, Any] = json.loads(file.read_text())
-    # Only the state of a table has "settings" (`settings_of` in `table_source.py`), with the number of documents
+    # Only the state of a table has the entry "settings" (`settings_of` in `table_source.py`). It has the number of
+    # documents, which tells how many bits of each mask are used
     if "settings" in state:
         state["trained"] = read_trained(checkpoint, state["settings"]["documents"])
     return state
@@ -182,9 +187,9 @@ def save_trained(checkpoint: Path, now: TrainedMask, before: TrainedMask | None)
 
     Args:
         checkpoint: the folder of the checkpoint.
-        now: the documents that were trained up to now.
-        before: if a resumed run has planned the packs of the rest of the epoch anew, the documents that were trained
-            before that; None if the plan has the whole epoch.
+        now: whether each document was trained in this epoch up to now.
+        before: if a resumed run has planned the packs of the rest of the epoch anew, whether each document was trained
+            before that. Such documents are in `now`, too. None if the plan has the whole epoch.
     """
     bits = np.packbits([now] if before is None else [now, before], axis=1)
     write_synced(checkpoint / TRAINED_FILE, lambda stream: np.save(stream, bits))

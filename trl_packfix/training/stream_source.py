@@ -62,9 +62,10 @@ class StreamSource(Source):
         self.stream: PackedStream | None = None
 
     def read(self, dataset: IterableDataset) -> None:
-        """Prepare for the names in `source_column`, which get numbers as they are read. Rows are read in training."""
+        """Prepare for a new training set. Its rows, with their weights and sources, are read only in training."""
+        # The number of each name in `source_column`; none is known yet
         self.numbered_sources = None if self.args.source_column is None else StreamSources()
-        self.row_values = RowValues()  # documents of a stream have their weights and sources themselves
+        self.row_values = RowValues()  # empty: each document of a stream has its own weight and source
 
     # Packs
 
@@ -96,6 +97,7 @@ class StreamSource(Source):
             weight_column=args.weight_column,
             source_column=args.source_column,
         )
+        # Batches have the names of sources, and the trainer numbers them (`numbered_sources`)
         collate = data.training_collator(data.value_columns, names_sources=True)
         # The stream has workers that read its rows. If the rows have images (`finishes`), the loader has other workers,
         # which turn the images of a pack into pixels (`FinishedPacks`)
@@ -113,6 +115,8 @@ class StreamSource(Source):
         # Workers take packs before they are trained. The stream remembers its state at this number of packs, so that
         # the state of the last trained pack can be saved
         stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
+        # The stream is the batch sampler. In place of indices it yields the documents of a pack, and the loader passes
+        # them to the dataset `FinishedPacks`, which completes them
         loader = document_loader(FinishedPacks(stream.rows), stream, collate, **settings)
         return loader, make_stream_report(stream, args.max_steps)
 
@@ -135,7 +139,12 @@ class StreamSource(Source):
         )
 
     def save_position(self, folder: Path) -> dict[str, Any] | None:
-        """Write the position of this rank into a file of a checkpoint. Return {}: its state gets no further entry."""
+        """Write the position of this rank into a file of a checkpoint.
+
+        Returns:
+            {}: `packing_state.json` needs no entry, because the file has the whole position. None without packing, and
+            with a loader that the user made: then there is no position to continue from.
+        """
         if self.stream is None:
             return None
         if self._data.ranks.copy_index == 0:  # processes that divide a model between them have equal positions
@@ -162,7 +171,8 @@ def resume_stream_at(
         ignore_data_skip: whether to begin with the first row in place of the position.
     """
     if ignore_data_skip:
-        # The stream reads from its first row, and the next optimizer step has the number behind `num_steps`
+        # The stream reads from its first row. Its states are found by the optimizer step of the run, so it must know
+        # how many steps were trained before
         stream.begin(num_steps)
         return
     # First, continue from the file of this rank, if it was saved with the same settings and number of ranks
@@ -170,17 +180,19 @@ def resume_stream_at(
     if stream_file(checkpoint, stream.rank).is_file():
         state = _read_saved_stream(checkpoint, stream.rank, stream)
     # Otherwise, divide what all ranks of the earlier run have not trained between the ranks of this run.
-    # `can_continue`: this rank has saved the state with the settings of this run
+    # `can_continue`: the state was saved by the same rank, with the same settings
     if state is None or not stream.can_continue(state):
         first_state = _read_saved_stream(checkpoint, 0, stream)
         num_ranks_before = first_state["settings"]["world_size"]
         states = [_read_saved_stream(checkpoint, rank, stream) for rank in range(num_ranks_before)]
         state = stream.merge_states(states)
         if stream.rank == 0:
-            # `state["count"]` is the number of neighbouring ranks that read the same rows, and so have equal states. In
-            # this run it should be `ranks_per_share`. It is more if what remains of the stream cannot be divided evenly
+            # "count" in a state is the number of neighbouring ranks that read the same rows. The earlier states of such
+            # ranks are equal, so the waiting documents of one of them are counted
             different_states = states[:: first_state["count"]]
             num_waiting = sum(len(rank_state["documents"]["lengths"]) for rank_state in different_states)
+            # `merge_states` divides the rest of the stream between groups of `ranks_per_share` ranks. If the rest
+            # cannot be divided evenly, every rank reads all of it, and "count" is the number of all ranks
             all_read_it = state["count"] > stream.ranks_per_share
             division = "every rank reads all of it" if all_read_it else "divided between the ranks"
             logger.warning(
@@ -255,7 +267,8 @@ class StreamCallback(TrainerCallback):
         counts = state["counts"]
         num_alike = state["count"]  # neighbouring ranks that read the same rows, and so have equal counts
         if num_alike < stream.packing.world_size:
-            # Add the counts of all ranks, once for each `num_alike` ranks, of which each has `copies` processes
+            # Each data-parallel rank has `copies` processes, and `num_alike` neighbouring ranks have equal counts. The
+            # counts of one process of each such group are added
             counts_of_processes = gather_object([counts])
             different_counts = counts_of_processes[:: num_alike * self._data.ranks.copies]
             counts = sum(different_counts, StreamCounts())
