@@ -136,11 +136,12 @@ class Evaluation(TrainerPart):
 
     @property
     def _packing_feature(self) -> Feature:
-        """The feature that packs of an evaluation have. It may plan documents in another way than in training."""
-        # A loss of the user reads one label for each token row. A token row that several documents share can have more
-        # than one next token, and so more than one label. So with such a loss documents share no prefix
+        """The feature that packs of an evaluation have. If it shares prefixes, it may share fewer than in training."""
+        # A loss of the user reads one label at each position of a pack. The last token of a shared prefix has another
+        # next token in each document, and so several labels. So with such a loss documents share no prefix
         shares = self._data.shares_rows and self.replaces_trl_metrics
-        # Documents that begin alike are found by sorting documents by their stored tokens, which text has
+        # All documents that begin alike are found by sorting documents by their stored tokens. In a run with images
+        # documents are not sorted, and share a prefix only if they happen to be in one pack
         can_sort = self._data.reading.is_text_only
         return features_of(self.args).in_evaluation(can_sort=can_sort, shares=shares)
 
@@ -157,7 +158,7 @@ class Evaluation(TrainerPart):
             args.max_length,
             overlong,
             truncation_mode=args.truncation_mode,
-            keep_untrained=True,
+            keep_untrained=True,  # documents without a trained token, too: predictions are made for every row
             feature=self._packing_feature,
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
@@ -246,7 +247,7 @@ class Evaluation(TrainerPart):
                 world_size=ranks.count,
                 strategy="bfd",
                 batch_size=args.eval_batch_size,
-                accumulation=1,
+                accumulation=1,  # a step of the plan is one micro-batch of each rank
                 balance="step",
                 drop_last=False,
                 shuffle=False,
@@ -261,7 +262,7 @@ class Evaluation(TrainerPart):
             self._data.reading.check_padded(document_dataset.reader)  # refuses images under ZeRO-3 and FSDP
             collate = self._data.reading.padded_collator(self._data.padded_collator)
         if document_dataset.values.sources is not None:
-            # Documents hold their source under the key of the batch, and not under the name of a column
+            # `keys`: an entry of the batch, and the key of documents from which it is made
             collate = RowValuesCollator(collate, keys={SOURCES: SOURCES})
         return self._data.make_loader(document_dataset, sampler, collate)
 
@@ -340,7 +341,10 @@ class Evaluation(TrainerPart):
 
     @property
     def replaces_trl_metrics(self) -> bool:
-        """Whether loss and metrics are computed from totals over the set; otherwise TRL computes them."""
+        """Whether loss and metrics are computed from totals over the set; otherwise TRL computes them.
+
+        TRL computes them if the user defines the loss, and in unpacked runs on rows with images.
+        """
         return self._loss_of_user is None and not self._data.leaves_batches_to_trl
 
     @property

@@ -92,7 +92,8 @@ class MeasureMemory(TrainerCallback):
                 sizes = count_model(model.config, method, *adapters[:1])
             except ValueError:  # the forward of the model cannot run on fake tensors
                 return None
-        # Of a full micro-batch on one rank. It is computed from the batch size if the user sets no `tokens_per_rank`
+        # The tokens of a full micro-batch on one rank. If the user sets no `tokens_per_rank`, this is the batch size x
+        # `max_length`
         num_tokens = packing.parallel.tokens_per_rank
         predict = partial(predict_peak, sizes, method, tokens=num_tokens, gpus=trainer.args.world_size)
         return predict(checkpointing=False).total - predict(checkpointing=True).total

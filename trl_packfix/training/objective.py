@@ -75,7 +75,7 @@ class Objective(TrainerPart):
 
     totals: TrainingTotals
     # Divisors of the loss in the running optimizer step, over all ranks. `count_step` sets those that the loss needs
-    _num_statistics: Tensor  # micro-batches with documents: the router loss is the mean of a statistic of each
+    _num_filled: Tensor  # of the router loss: the number of micro-batches with documents on a rank, mean over ranks
     _num_documents: Any
     _weight_of_step: Tensor
 
@@ -186,8 +186,8 @@ class Objective(TrainerPart):
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
             if self._trainer.compute_loss_func is None:  # as in TRL, a loss of the user stays as it is
                 # The router loss is a mean over the micro-batches with documents, which `count_step` has counted
-                num_statistics = 1 if num_items_in_batch is None else self._num_statistics
-                loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_statistics
+                num_filled = 1 if num_items_in_batch is None else self._num_filled
+                loss = loss + self._trainer.router_aux_loss_coef * aux_loss / num_filled
 
         # What the log needs of this micro-batch
         self.totals.add_outputs(outputs, targets, aux_loss)
@@ -317,11 +317,11 @@ class Objective(TrainerPart):
             counts_of_batches.append(layout.group.count_once(trained))
         accelerator = self._trainer.accelerator
         if self._trainer.aux_loss_enabled:
-            # The router loss is a mean over the micro-batches with documents, each of which has one statistic. The
-            # divisor is their number on a rank, averaged over ranks, because DDP averages gradients over ranks. If no
-            # micro-batch is empty, TRL divides by the same number
+            # The router loss is a mean over the micro-batches with documents. The divisor is their number on a rank,
+            # averaged over ranks, because DDP averages gradients over ranks. If no micro-batch is empty, TRL divides by
+            # the same number
             num_filled = torch.stack([counts.any() for counts in counts_of_batches]).float().sum().to(device)
-            self._num_statistics = accelerator.reduce(num_filled, reduction="mean")
+            self._num_filled = accelerator.reduce(num_filled, reduction="mean")
         if self.args.document_weighting == "document":
             # `count` counts labels. It gets batches with one label for each document, so it counts documents
             label_batches = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in counts_of_batches]
@@ -358,10 +358,12 @@ class Objective(TrainerPart):
         collected: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_be_dummy = inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
-        may_have_placeholder = not self._data.reading.is_text_only  # a document in place of missing images
-        # `weighs_rows`: a token counts for all documents that share it, or the batch is a part of a pack
-        counts_tokens_once = not (pads or may_be_dummy or may_have_placeholder or layout.weighs_rows)
-        if not self._trainer.aux_loss_enabled or not layout.is_packed or counts_tokens_once:
+        # In runs with images, a pack without images gets a document that has one and trains nothing, so that every rank
+        # calls the vision tower
+        may_have_placeholder = not self._data.reading.is_text_only
+        # `weighs_rows`: documents share tokens, or the batch is a part of a pack
+        statistic_may_be_wrong = pads or may_be_dummy or may_have_placeholder or layout.weighs_rows
+        if not (self._trainer.aux_loss_enabled and layout.is_packed and statistic_may_be_wrong):
             yield collected
             return
 
@@ -458,8 +460,8 @@ class Objective(TrainerPart):
         span = self.totals.training if is_end else window
         if span.num_steps:
             packing = self._data.source.packing
-            # "minibatch" gives a step the documents that it has in unpacked training, however many tokens these have.
-            # So its packs have no capacity
+            # `efficiency` in the log is tokens over the capacity of packs. Packs of the strategy "minibatch" have no
+            # capacity: a step has the documents of an unpacked step, however many tokens these have
             capacity = None
             if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank
@@ -491,7 +493,7 @@ def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Te
 
 
 def refuse_shared_prefixes(inputs: dict[str, Any]) -> None:
-    """Refuse a pack with shared prefixes before TRL computes its loss, as TRL does in evaluation mode."""
+    """Raise ValueError for a pack with shared prefixes, whose loss TRL would compute wrongly in evaluation mode."""
     layout = layout_of(inputs)
     if not layout.shares_rows:
         return

@@ -50,8 +50,8 @@ class UserCode(TrainerPart):
         self._package_class = package_class
         self._dummy_loss = dummy_loss
         self._num_filled = 0  # number of micro-batches of the current step with a trained token
-        # In `without_dummies`, the result of `methods` from before, because `training_step` is replaced there and would
-        # count as the user's; else None
+        # Within `without_dummies`, the value that `methods` had before this context. The context replaces
+        # `training_step`, which would then count as the user's. None outside of the context
         self._methods_in_training: list[str] | None = None
 
     @property
@@ -179,6 +179,6 @@ def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, f
     mean_tokens = slot_tokens.sum(axis=1, keepdims=True) / num_filled
     filled_tokens = slot_tokens[is_filled]
     # In the mean over the step each token counts 1 / (all tokens). In the mean of means it counts 1 / (tokens of its
-    # micro-batch) / (number of micro-batches). The ratio of the second to the first:
+    # micro-batch) / (number of micro-batches that are no dummies). The ratio of the second to the first:
     weight_ratio = (mean_tokens / np.maximum(slot_tokens, 1))[is_filled]
     return int(filled_tokens.max()), int(filled_tokens.min()), float(np.abs(weight_ratio - 1).max())
