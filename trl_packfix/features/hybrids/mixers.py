@@ -28,6 +28,7 @@ Words:
 
     part    the tokens of a pack that one of s ranks holds, where ranks share the pack
     prefix  the common beginning of documents, which a pack with `kv_index` has only once
+    run     the rows of a document behind its prefix; without shared prefixes, all of its rows
     state   what a scan remembers of the tokens so far, a tensor per head
     call    a `ScanCall` of `prefixes.py` holds the arguments of a scan: `values`, tensors with H heads; `keys`, with G
             heads; `parameters`, one number or tensor per head; and the function that runs the scan on them
@@ -166,7 +167,7 @@ def convolve_documents(
             'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
         )
     # Lay out each document behind the W - 1 tokens that its first tokens read, convolve, and take the rows of this
-    # rank from the result.
+    # rank from the result. `source` counts rows in the concatenation below: zeros, halo, rows.
     zeros = rows.new_zeros(1, 1, rows.shape[2])
     halo = exchange_halo(rows, width - 1, running.group)  # the last rows of the previous rank
     source, places = _rows_with_context(running, width, rows.shape[1])
@@ -199,9 +200,12 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     # Room for the context of all documents of the pack, of which this rank may have fewer: the end stays unused.
     source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
     for distance in range(width):
-        # The token `distance` before each row, as its number among the keys of all documents. Where it is before the
-        # first key of the document, the convolution reads zeros. The keys of a run are the rows of its prefix, then its
-        # own rows. Without shared prefixes, keys are numbered like rows.
+        # Find the token `distance` before each row, by its number among the keys of all runs, end to end. The keys of a
+        # run are the rows of its prefix, then its own rows; `kv_index` has the row of each key. Without shared
+        # prefixes, keys are numbered like rows. The rows and the keys of a run end with the same token, so keys are
+        # counted from the end. Before the first key of the run, the convolution reads zeros.
+        # For example, the run a b c d has the keys 0 to 3, and the run e f with the prefix a b has the keys 4 to 7:
+        # a b e f. From e to the end of its run are 2 rows, so the token before e is key 8 - 2 - 1 = 5, the row of b.
         rows_to_end = bounds[document + 1] - tokens
         earlier_key = key_bounds[document + 1] - rows_to_end - distance
         is_in_document = earlier_key >= key_bounds[document]
@@ -238,7 +242,11 @@ def scan_delta(
     options |= {"initial_state": None, "output_final_state": False}
 
     def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **scan_options: Any) -> Any:
-        """Call `inner` as `ScanCall.call`; so do the functions `call` below."""
+        """Call `inner` with tensors in the order of the `ScanCall` below; so do the other functions `call`.
+
+        Returns:
+            The output, (rows, T, H, D); with the option for final states, a pair of the output and these states.
+        """
         value, g, beta = values
         out = inner(*keys, value, g=g, beta=beta, **options | scan_options)
         return out if scan_options.get("output_final_state") else out[0]
