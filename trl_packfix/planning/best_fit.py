@@ -18,7 +18,7 @@ from .arrays import Int64Array, index_in_group
 
 Packs = tuple[Int64Array, Int64Array]
 EqualPacks = tuple[int, int, int]
-"""Packs with consecutive numbers and equal lengths of documents: (first pack, number of packs, documents in each)."""
+"""Packs with consecutive numbers that hold the same lengths: (first pack, number of packs, documents in each)."""
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
@@ -118,7 +118,7 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
                 filled = 0
                 num_opened += num
             # 2. Fill as many packs as possible, each with the most documents that fit. If documents are left then, but
-            # too few to fill another one of these packs, they go into the next pack.
+            # too few to fill another one of these packs, they go into the next one.
             most_per_pack = space // length
             num_full = min(num, num_remaining // most_per_pack)
             in_last = num_remaining - num_full * most_per_pack if num_full < num else 0

@@ -65,8 +65,8 @@ class PackPlan:
     def lower_bound(self) -> int:
         """The number of packs that any plan needs at least, by the bound L2 of Martello and Toth (1990).
 
-        Not every set of documents fits into so many packs. If all documents have 0.4 x capacity tokens, a pack holds
-        two of them, but by their tokens 1 / 0.4 = 2.5 would fit, which the bound counts. Source:
+        Not every set of documents fits into so many packs. For example, five documents of 4 tokens and a capacity of 10
+        have the bound 5 x 4 / 10 = 2, but two packs hold only two of them each. Source:
         https://doi.org/10.1016/0166-218X(90)90094-S
         """
         capacity = self.capacity
@@ -150,17 +150,18 @@ def plan_stream(
     arriving = lengths[order]
     packs = None
     if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
+        # Try both ways on the first documents, and take the way that needs fewer packs
         window = LOOK_AHEAD * buffer_size
         first_documents = arriving[:window]
-        packs = pack_with_buffer(first_documents, capacity, buffer_size)  # (members, sizes)
+        buffer_packs = pack_with_buffer(first_documents, capacity, buffer_size)
         window_packs = pack_in_windows(first_documents, capacity, window)
-        has_packed_all = len(first_documents) == len(arriving)
-        _, sizes = packs
+        _, buffer_sizes = buffer_packs
         _, window_sizes = window_packs
-        if len(window_sizes) < len(sizes):  # fewer packs
-            packs = window_packs if has_packed_all else pack_in_windows(arriving, capacity, window)
-        elif not has_packed_all:
-            packs = None
+        uses_windows = len(window_sizes) < len(buffer_sizes)
+        if len(first_documents) == len(arriving):  # these are all documents
+            packs = window_packs if uses_windows else buffer_packs
+        elif uses_windows:
+            packs = pack_in_windows(arriving, capacity, window)
     members, sizes = packs or pack_with_buffer(arriving, capacity, buffer_size)
     if rng is not None:  # put the packs in random order
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
