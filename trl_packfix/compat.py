@@ -11,8 +11,8 @@ function that uses it.
 
 For a review of all changes at once (a reader of single functions can skip it): who undoes each change, and when.
 
-    ReplacedValues               its last user: of functions, the end of the last packed forward that is running, of all
-                                 models and threads
+    ReplacedValues               the last `leave`: for functions of mixers, when no packed forward that calls them is
+                                 running any more, of any model and in any thread
     change_checkpoint_functions  the guard of packed forwards (`attention/forwards.py`), when it is removed
     set_lora_cast                the hooks of the packed model, when training or evaluation ends
     set_config_attention         the packed model, when training or evaluation ends
@@ -468,7 +468,7 @@ def walk_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def declare_whole_sizes(model: nn.Module) -> None:
-    """Set `in_features` and `out_features` of adapters that ranks divide to the sizes of the whole matrix.
+    """Set `in_features` and `out_features` of adapters to the sizes of the whole matrix, where ranks have divided it.
 
     On layers that are divided by their input (`o_proj`, `down_proj`) peft 0.21 gives adapters the size of the shard on
     this rank. transformers takes it for the size of the whole matrix, and the first forward fails. Can be removed when
@@ -498,7 +498,8 @@ def state_is_exact(dataset: "IterableDataset") -> bool:
     for both. Can be removed when `datasets` saves the buffers.
     https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
 
-    Below `datasets` 5.1 a restart from the state loses rows: in 4.8.4 behind `map`, in 4.8.5 and 5.0 behind `filter`.
+    Below `datasets` 5.1 a restart from the state loses rows: in 4.8.4 of a stream with the step `map`, in 4.8.5 and 5.0
+    of one with `filter`.
     In 5.0 the state also does not change any more after a restart.
     """
     import datasets

@@ -25,8 +25,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 def backbone(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal LM below its head, or the model itself if that part cannot be found."""
-    decoder = model.get_decoder()  # bart-like causal LMs call the decoder inside their base model
-    # A model without a decoder returns None or itself, and modernbert-decoder its head, which is named `decoder`.
+    # Look for the decoder first: bart-like causal LMs do not call their base model, but the decoder inside of it.
+    decoder = model.get_decoder()
+    # Models without a decoder return None or themselves here. modernbert-decoder returns its LM head, because the head
+    # is the attribute `decoder`.
     is_not_backbone = decoder in (None, model, model.get_output_embeddings())
     module = model.base_model if is_not_backbone else decoder
     # llama4's models set no `base_model`, so `module` still has the head. The backbone is the transformers model
@@ -57,9 +59,10 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def find_towers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the parts of a model that read something else than text, such as images: models with another config.
+    """Return the parts of a model that read something else than text, such as images.
 
-    A part that contains the text backbone is no tower.
+    They are the transformers models inside of it whose config is not the config of the text. A part that contains the
+    text backbone is no tower.
     """
     text = text_config(model)
     decoder = backbone(model)

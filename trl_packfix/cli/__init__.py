@@ -23,9 +23,9 @@ WITHOUT_A_RUN = ("report", "recipes", "env")  # commands that read no config of 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The code is 2 for a ValueError, an OSError or a missing package. Then only the message is printed, except after
-    `train` has read its input, when such errors are raised. The code is 141 (128 + SIGPIPE), as for other programs, if
-    the reader of a pipe closes it.
+    For a ValueError, an OSError or a missing package, the message is printed without a traceback, and the code is 2.
+    After `train` has read its input, it raises these errors with their traceback. The code is 141 (128 + SIGPIPE), as
+    for other programs, if the reader of a pipe closes it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

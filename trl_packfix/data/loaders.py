@@ -178,6 +178,7 @@ class PackCollator:
         documents = self.content.with_placeholder(share)
         batch, runs = self.text_collator.collate(documents, share.group.size)
         batch |= self.content(documents, runs, batch["position_ids"])
+        # `labels_only`: whether only the labels are cut to the part of the rank, and the batch keeps all tokens
         return cut_part(
             batch,
             share.group,
@@ -323,6 +324,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     reader = TokenReader(dataset)
     traits = STRATEGIES[strategy]
     check_not_padded(dataset, "given")
+    # `cuts_blocks`: whether all documents are concatenated and cut every `max_length` tokens, as by "wrapped"
     documents = cached_documents(reader, max_length, overlong or traits.overlong, cuts_blocks=traits.cuts_blocks)
     packing = Packing(
         max_length=max_length,

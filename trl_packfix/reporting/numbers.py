@@ -67,8 +67,8 @@ class PackingNumbers:
     tokens_not_reached: int = 0
     trained_tokens_not_reached: int = 0
     most_documents: int | None = None  # the most documents in one micro-batch of the first epoch
-    # Loss of the unpacked run / loss of the packed run. It is below 1 if TRL also divides by the number of first
-    # labels, which add no loss
+    # Loss of the unpacked run / loss of the packed run. It is below 1 if TRL counts the first label of each row in the
+    # divisor of its loss. No token predicts this label, so it adds no loss
     unpacked_loss: float = 1.0
     imbalance: float | None = None  # modelled time of the first epoch / modelled time if ranks never waited
     # Sections

@@ -44,9 +44,10 @@ class OwnPacks:
     smallest_degree = 1
     exchange_share = 0.0
     exchange_text = ""
-    # A packed step has more documents, so the report advises another learning rate. This ends the advice with a
-    # strategy with which the learning rate may stay, because it keeps the documents of unpacked steps; "" if there is
-    # none.
+    # The end of a line of the report (`lines.py`), such as 'learning_rate x 1.4, settings in steps / 2.0; or
+    # packing_strategy="minibatch"'. A packed step has more documents than an unpacked one, so the line advises other
+    # settings. With the strategy that is named here they may stay, because its steps have the documents of unpacked
+    # steps. "" names none.
     alternative_text = '; or packing_strategy="minibatch"'
     step_size_settings = "gradient_accumulation_steps or per_device_train_batch_size"  # they give a step more documents
 
@@ -72,7 +73,7 @@ class OwnPacks:
 
         Args:
             world_size: number of ranks.
-            imbalance: imbalance of the first epoch.
+            imbalance: modelled time of the first epoch / modelled time if ranks never waited.
             image_imbalances: end of the line, about the vision tower and the language model; "" without images.
         """
         if world_size > 1:

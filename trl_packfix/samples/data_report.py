@@ -47,7 +47,7 @@ class DataReport:
 
     Texts are sorted into kinds, for example "`content` of the first message of the role `user`". Some rows of each kind
     are rendered with a mark in the text, and the mark is looked for in the tokens. `print(report)` shows one line with
-    the counts and one message per finding.
+    the counts and all findings, and one message for each finding that is not a note.
 
     Attributes:
         name (`str`):
@@ -105,7 +105,7 @@ class DataReport:
         rows = f"{'the first ' if self.of_stream else ''}{count_of(self.num_rows, 'row')}"
         counts = f"{count_of(self.num_kinds, 'kind')} of texts, {count_of(self.num_rendered, 'row')} rendered"
         counts += f"; {count_of(self.num_untried, 'kind')} not tried" if self.num_untried else ""
-        # Some kinds may be untried, of which `counts` tells the number
+        # At least one kind must have been tried. If others were not, `counts` says how many
         is_proved = self.complete and self.num_rendered and self.num_untried < self.num_kinds
         if not self.num_kinds:
             text = f"{rows} of plain text"

@@ -84,7 +84,8 @@ def make_samples(
         keeps_bad_rows: Whether, with `bad_rows="drop"`, bad rows and turns remain in the result without tokens and with
             their reason in the column `BAD_ROW_COLUMN`, so that the caller can count them.
         formatting_func: The user's function that returns the text of a row, as in TRL.
-        is_training_set: Whether to warn if trained turns do not end, or if `per_turn` gains nothing.
+        is_training_set: Whether to warn if trained turns have no end-of-turn token, or if `per_turn` only makes the
+            data longer, because the chat template strips nothing from earlier turns.
 
     Raises:
         ValueError: If the dataset cannot be tokenised, or if it has bad rows that are not dropped. The rows of a stream
@@ -135,8 +136,9 @@ def _apply_recipe(
     # `structs`: features of the columns whose dictionaries have keys that Arrow added
     kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
-    # `setting`: the config field by which a recipe trains assistant turns only; "" for a recipe that trains others, too
-    checks_turn_ends = is_training_set and recipe.setting
+    # `setting`: the config field by which a recipe trains assistant turns only, and then counts them; "" for others
+    counts_assistant_turns = bool(recipe.setting)
+    checks_turn_ends = is_training_set and counts_assistant_turns
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": dataset_warnings.RepeatedMessages()}
         # If a stream does not know its columns, its first row may lack columns of later rows. So all columns that the
@@ -149,7 +151,7 @@ def _apply_recipe(
             )
         return PreparedDataset(without_bad_rows(stream) if drops and not keeps_bad_rows else stream, recipe)
     # These columns are removed again below, when the turns are counted
-    bookkeeping = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
+    bookkeeping = dict.fromkeys(BOOKKEEPING_COLUMNS if counts_assistant_turns else (), Value("int64"))
     with main_process_first():
         samples = dataset.map(
             # `datasets` reuses cached samples only while the hashes of the code are the same
@@ -171,7 +173,8 @@ def _apply_recipe(
     rows = rows if drops and keeps_bad_rows else without_bad_rows(rows)
     if recipe.splits:
         return PreparedDataset(rows, recipe, turns=turns)
-    return PreparedDataset(rows, recipe, assistant_turns=sum_turn_counts(samples) if bookkeeping else None)
+    assistant_turns = sum_turn_counts(samples) if counts_assistant_turns else None
+    return PreparedDataset(rows, recipe, assistant_turns=assistant_turns)
 
 
 class _RowView(Mapping[str, Any]):
@@ -257,6 +260,7 @@ def _columns_of_stream(
                 "chat template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that "
                 'takes them, or set `bad_rows="drop"`.'
             )
+    # `map` stores arrays of a table in Arrow, which returns lists. A stream yields what this function returns
     for column in ("input_ids", "labels"):
         columns[column] = [values.tolist() for values in columns[column]]
     removed = BOOKKEEPING_COLUMNS if drops else (*BOOKKEEPING_COLUMNS, BAD_ROW_COLUMN)
@@ -282,6 +286,7 @@ def count_turns(
     """
     bad = bad_row_mask(samples)  # for each sample, whether it has a reason in `BAD_ROW_COLUMN`
     row_of_sample = read_integer_column(samples, ROW_COLUMN) if is_split else np.arange(len(samples))
+    # `TURN_COLUMN`: the index of the trained message, or -1 if the conversation has no turn to train
     trains_turn = read_integer_column(samples, TURN_COLUMN) >= 0 if is_split else ~bad
     turn_counts = sum_turn_counts(samples) if is_split else AssistantTurnCounts()
     counts = PerTurnCounts(

@@ -166,7 +166,7 @@ def _holds_messages(column_type: pa.DataType, key: str) -> bool:
 
 
 def is_list(dataset: Dataset, column: str) -> bool:
-    """Return whether a column may hold lists, as one of type `Json` may. They are messages if it is tokenised."""
+    """Return whether a column may hold lists: its type is a list or `Json`. In a tokenised column they are messages."""
     column_type = dataset.features.arrow_schema.field(column).type
     return pa.types.is_list(column_type) or pa.types.is_large_list(column_type) or isinstance(column_type, pa.JsonType)
 
