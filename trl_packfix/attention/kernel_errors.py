@@ -23,7 +23,7 @@ NO_DRIVER = "0 active drivers"  # Triton's text if there is no GPU
 class KernelError(ValueError):
     """Raised if an attention kernel cannot compute a call, because of its heads, dtype, device or options.
 
-    The error says nothing about the test whether documents of a packed row change each other.
+    It says that the kernel does not support the call, and not that documents of a packed row change each other.
 
     Attributes:
         kernel: the name of the attention implementation, if a part of the model that reads no text, such as a vision

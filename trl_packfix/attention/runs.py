@@ -50,8 +50,9 @@ COPIED_BYTES = 2**30
 def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
     """Return the runs of a pack with shared prefixes. The keys of a run are a slice of `kv_index`.
 
-    Collators may pad the boundaries with empty runs, so that `cu_seq_lens_q` has the same shape in all packs. Empty
-    runs are left out. If the pack is on a device and has no `run_lengths`, the host waits for the device.
+    Collators may add empty runs at the end of the boundaries, so that `cu_seq_lens_q` has the same shape in all packs.
+    Empty runs are left out, so run i is between the boundaries i and i + 1. If the pack is on a device and has no
+    `run_lengths`, the host waits for the device.
 
     Raises:
         ValueError: boundaries and `kv_index` contradict each other. This is checked on the CPU only.
@@ -245,6 +246,7 @@ def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]
         launch_runs = runs[first_run:stop_run]
         rows = slice(launch_runs[0].rows.start, launch_runs[-1].rows.stop)
         keys = slice(launch_runs[0].keys.start, launch_runs[-1].keys.stop)
+        # The boundaries of the same runs: empty runs, which `runs` lacks, are only at the end
         q_bounds = pack.cu_seq_lens_q[first_run : stop_run + 1] - rows.start
         k_bounds = pack.cu_seq_lens_k[first_run : stop_run + 1] - keys.start
         max_lengths = max(run.num_rows for run in launch_runs), max(run.num_keys for run in launch_runs)

@@ -164,7 +164,8 @@ def varlen_attention(
             out = math_in_tiles(query, key, value, is_causal=is_causal, mask=attention_mask, **options)
             return out.transpose(1, 2).contiguous(), None
         # transformers makes a mask wherever padding or a window hides a key. So without a mask, the rows are computed
-        # like those of a repaired module, each as a document of a pack.
+        # like those of a repaired module, each as a document of a pack. With `num_rows` set, `running` says that it is
+        # the forward of a repaired module (`in_repaired_module`), so step 1 below joins the rows.
         bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
         running = PackedForward(bounds, bounds, num_queries, num_queries, num_rows=num_rows, group=ALONE)
 
@@ -436,9 +437,10 @@ def _pack_of(
     # 1. The running forward, if it has what the arguments lack. Shared prefixes are never among the arguments.
     if running is not None and (running.kv_index is not None or not arguments_suffice):
         return running
-    # 2. The running forward, if the arguments repeat its boundaries, and it has more than they have: the planned
-    #    launches of a flash kernel, or lengths that other kernels need on the host. Otherwise the arguments are better:
-    #    torch.compile would take the numbers in `running` for constants of its graph, but not the arguments.
+    # 2. The running forward, if the arguments are its own boundaries, and it has more than they have. For a kernel that
+    #    reads boundaries on the device, these are planned launches. For every other kernel, it is `running.bounds`: the
+    #    list is cached, so that only the first layer waits for the device. If it has no more, the arguments are better
+    #    (4.): torch.compile would take the numbers in `running` for constants of its graph, but not the arguments.
     if running is not None and (running.launches or not stays_on_device) and bounds is running.cu_seq_lens_q:
         return running
     # 3. The positions, in the case that the module's docstring describes. Here the host has to wait for the device.
