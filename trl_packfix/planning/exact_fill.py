@@ -95,8 +95,8 @@ class WaitingDocuments:
         high = min(gap - 1, longest)
         if low > high:
             return ()
-        # mirrored[mirrored_start + l] is present[gap - l]. `mirrored_start` may be below 0. The slice still
-        # begins at 0 or later, because `gap - low` is at most `low`, and so at most `self.longest`.
+        # mirrored[mirrored_start + l] is present[gap - l]. `mirrored_start` may be below 0, but the slice begins at
+        # mirrored_start + low = self.longest - (gap - low). This is 0 or more, as gap - low <= low <= self.longest.
         mirrored_start = self.longest - gap
         partners = self.backward[mirrored_start + low : mirrored_start + high + 1]
         has_pair = (self.forward[low : high + 1] & partners).tobytes()
@@ -168,7 +168,7 @@ def _pack_last_buffer(lengths: Int64Array, capacity: int) -> Packs:
 
 @dataclass(eq=False)
 class StreamPacker:
-    """An iterator over packs of positions, each yielded as soon as it is closed. Iterate over it once.
+    """An iterable of packs of positions, each yielded as soon as it is closed. Iterate over it once.
 
     A pack begins with the oldest waiting document, takes the next oldest ones that fit, and is closed by an exact fill.
 

@@ -2,7 +2,8 @@
 
 With sequence parallelism, a *group* of neighbouring ranks shares a pack, and each rank holds a *part* of its tokens.
 The *degree* is the number of ranks in a group. `Packing.parallel` (`packing.py`) makes these settings from the config,
-and `degrees.py` chooses the degree of each micro-step by them.
+and `degrees.py` chooses by them the degree of each micro-step: the micro-batches that all ranks compute at the same
+time.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ def possible_degrees(
         max_length: most tokens of a document.
         tokens_per_rank: most tokens of a pack on one rank.
         world_size: number of ranks.
-        num_heads: attention heads of the model, which the degree cannot exceed, and need not divide; None if not known.
+        num_heads: attention heads of the model; None if not known. No degree is above this number, because each rank of
+            a group computes at least one head. A degree need not divide it.
 
     Raises:
         ValueError: a group of the largest possible degree cannot hold a document of `max_length`.

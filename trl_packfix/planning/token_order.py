@@ -15,10 +15,11 @@ from .arrays import Int64Array
 class TokenOrder:
     """Documents sorted by their tokens, and documents with equal tokens by their number.
 
-    A document comes *after* the longer documents that begin with all of its tokens. So a pack that has the rows of the
-    longer document needs only one more row for the shorter one. (A *row* is a token that is computed, and predicts the
-    next token. The last token of the shorter document has no next token, so its row cannot be the row of the longer
-    document, which has one.)
+    A *row* of a pack is a token that the model computes. It predicts the next token.
+
+    A document comes *after* the longer documents that begin with all of its tokens. So in a pack that has the rows of
+    such a longer document, it needs at most one row of its own, for its last token: this token has no next token, so
+    its row cannot be the row of the longer document, which has one.
     """
 
     order: Int64Array  # numbers of the documents, shape (M,)
