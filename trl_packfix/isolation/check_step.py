@@ -185,7 +185,8 @@ def check_step(
 class _StepProbe:
     """Runs the step on packs of the documents and compares the products of its gradients (`gradients.py`).
 
-    A "gradient" below is a tensor of products, (parameters, NUM_VECTORS).
+    A "gradient" below is a tensor of products, (parameters, vectors): `gradient_products` multiplies the gradient of
+    each parameter by a few random vectors.
 
     Attributes:
         gradients_alone: the summed gradient of each document as the only one of a step.
@@ -227,11 +228,12 @@ class _StepProbe:
         return gap, "one document alone has the gradient of its own loss"
 
     def test_shift(self) -> Finding | None:
-        """Change the two last tokens of the longest document, of which only the last is a label.
+        """Change one input at a time of the longest document, whose only label is that of its last token.
 
-        The token before the label must have an effect. If labels are shifted both by the data and by the model, the
-        state that predicts the label has not seen this token, and the gap is infinite. The token of the label itself,
-        as an input, must have no effect.
+        First the input before the last is changed. It must change the gradient, because the label is predicted there.
+        If labels are shifted both by the data and by the model, the state that predicts the label is one token earlier
+        and has not seen this input. The gap is then infinite. Second the last input is changed, the token of the label
+        itself. It must change nothing, so its effect is the gap.
 
         The result is None if the step takes the values of its targets from the inputs, or all tokens of all documents
         are equal: then an effect of the last input cannot be seen.
@@ -334,7 +336,7 @@ class _StepProbe:
         if "shift" not in [law.name for law in laws]:
             yield "whether a label is predicted from the tokens before it: the step takes targets from `input_ids`"
         parameters = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        products = torch.stack(self.gradients_alone)  # (documents, parameters, NUM_VECTORS)
+        products = torch.stack(self.gradients_alone)  # (documents, parameters, vectors)
         gets_gradient = products.ne(0).any(-1).any(0).tolist()  # of each parameter, whether any document gives it one
         missed = [name for name, has_gradient in zip(parameters, gets_gradient, strict=True) if not has_gradient]
         if missed:

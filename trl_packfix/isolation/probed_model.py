@@ -102,7 +102,8 @@ class ProbedModel:
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"  # "its own" is for messages
         # Documents alone are the reference. They do not run on flash attention if packs run on another one, because
-        # some flash kernels ignore sinks or windows without an error.
+        # some flash kernels ignore sinks or windows without an error. So the attention that the model has now
+        # (`own_attention`) replaces the user's flash attention, and transformers' default replaces that of packs.
         if user_attention is None or "flash" in user_attention:
             user_attention = own_attention(self.inner)
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
@@ -170,7 +171,7 @@ class ProbedModel:
         If the scores of `eager` would not fit for rows of `length` tokens, it has `sdpa`. If the model does not support
         `sdpa`, it keeps the attention of packs, which in eval mode computes rows without boundaries as `sdpa` does.
         """
-        current = own_attention(self.inner)
+        current = own_attention(self.inner)  # the attention that the model has now
         name = self.user_attention
         num_heads = max(head_counts(self.config), default=1)
         num_bytes = 4 * num_heads * length**2
@@ -315,9 +316,11 @@ class ProbedModel:
                     if gradient is None:
                         return None
                     gradient = to_exact(gradient.reshape(-1, gradient.shape[-1]))
-                    # With images each rank embeds the whole pack and cuts its part after that, so gradients are added.
-                    is_part = len(gradient) != group.size * len(states)
-                    gradients.append(group.gather(gradient, dim=0) if is_part else group.sum(gradient))
+                    # A rank embeds its part of the pack, and the gradients of the parts are joined. With images each
+                    # rank embeds the whole pack and cuts its part after that, so gradients are added. A rank by itself
+                    # also embeds the whole pack, and `sum` returns its gradient.
+                    embeds_whole_pack = len(gradient) == group.size * len(states)
+                    gradients.append(group.sum(gradient) if embeds_whole_pack else group.gather(gradient, dim=0))
         return gradients
 
     @contextmanager

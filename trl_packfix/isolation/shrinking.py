@@ -78,7 +78,8 @@ LAYER_COUNT_FIELDS = (
     "num_decoder_layers depth"
 ).split()
 # Field with the number of layers at the end of the model that share keys with earlier layers. In such models, all other
-# fields that differ between layers are lists with an entry per layer.
+# fields that differ between layers are lists with an entry per layer. A list can be cut anywhere, so the tiny config of
+# such a model may begin at a later layer than the first (`_layers_of_all_kinds`).
 SHARED_LAYERS_FIELD = "num_kv_shared_layers"
 KEY_VALUE_HEAD_FIELDS = ("num_key_value_heads", "swa_num_key_value_heads")  # fields with the number of key-value heads
 # Fields of mixers: the size of a head, the number of heads, and their product in multiples of the model's width
@@ -176,9 +177,10 @@ def _recompute_fields(
 ) -> dict[str, Any]:
     """Return the fields that the class of a config computes from other fields, computed from the small sizes.
 
-    The values of the real config would contradict the small sizes. Which fields are computed is found by a trial: the
-    class gets no value for a field. It must then give the value of the real config if it gets the fields of the real
-    config, and another value if it gets small sizes.
+    The values of the real config would contradict the small sizes. Which fields are computed is found by a trial. The
+    class makes two configs without a value for any field that may be computed: one from the other fields of the real
+    config, and one from these fields with small sizes. A field is computed if it has the real value in the first
+    config, and another value in the second.
 
     Args:
         fields: all fields of the real config.
@@ -218,6 +220,8 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
         size_of_name = None if name in LENGTH_FIELDS else FIELD_SIZES.get(name)
         size = sizes_of_type.get(name) or size_of_name
         if isinstance(value, dict):
+            # It may describe a rotary embedding. In other dictionaries `_shrink_rope` changes nothing, and those of
+            # inner configs and of single layers are replaced later, by `_shrink_fields`.
             value = _shrink_rope(_shrink_sizes(value, config | value), config)
         elif name == "partial_rotary_factor":
             value = _even_share(value, config)
