@@ -84,7 +84,15 @@ def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
 
 
 def check_datasets(args: SFTConfig, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
-    """Refuse datasets that cannot be used, before the model is loaded."""
+    """Refuse datasets that cannot be used, before the model is loaded.
+
+    Args:
+        args: the config of the trainer.
+        train_dataset: the training set.
+        eval_dataset: the evaluation set, or several by name, or None.
+        is_formatted: whether the user's `formatting_func` makes the texts of rows. Then `assistant_only_loss` is not
+            checked against the columns.
+    """
     check_turns(args, train_dataset, eval_dataset, is_formatted=is_formatted)
     check_rows(train_dataset, "train")
     check_weights(args, train_dataset)
@@ -110,7 +118,9 @@ def check_prepared_sets(
 
     Without this setting, datasets are checked when TRL prepares them.
     """
-    if UNPREPARED.describe(RunSettings(args=args)) is None:  # the condition `skip_prepare_dataset` is not met
+    # `UNPREPARED` is the condition that `skip_prepare_dataset` is set. `describe` returns None if it is not met
+    skips_preparation = UNPREPARED.describe(RunSettings(args=args)) is not None
+    if not skips_preparation:
         return
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     prepared_sets = [("train", train_dataset, args.packing)]
@@ -193,7 +203,7 @@ def check_replacement(dataset: object, first_dataset: Dataset | IterableDataset,
             f"the new dataset, or set `train_dataset` to {constructed_kind}."
         )
     check_rows(dataset, "train")
-    if not has_images(dataset):
+    if not has_images(dataset):  # rows with images stay as the user gave them, without `input_ids`
         check_prepared(dataset, "train")
     if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
         check_tokenised(dataset, "train", vocab_size, packing=True)

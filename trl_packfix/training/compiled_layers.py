@@ -1,8 +1,8 @@
 """Compile the decoder layers of a model one by one, for `torch_compile=True` with packing.
 
 All layers of a kind share one graph, so torch compiles one layer and not the whole model. Embedding, LM head, loss and
-the trainer's own code stay as they are, so nothing in them interrupts a graph. Under gradient checkpointing the
-recomputation of a layer is in its graph.
+the trainer's own code stay as they are, so nothing in them interrupts a graph. Under gradient checkpointing, backward
+recomputes a layer in compiled code, too.
 
 Layers are compiled after the first optimizer step. Before it, the proofs run, which test that documents in a pack do
 not influence each other, and temporary hooks are on the model, such as those that check the gradients of adapters. With
@@ -11,7 +11,8 @@ more. So proofs later in the run, of longer documents for example, run the layer
 fails, the trainer calls `CompileLayers.undo`.
 
 torch runs what it cannot compile as it is, without an error. So `CountingBackend` finds out in the second step, the
-first with compiled layers, which layers ran in a graph: their weights are inputs of graphs. The report has the number.
+first with compiled layers, which layers ran in a graph: their weights are inputs of graphs. The
+number of these layers is printed, and is in the packing report (`PackingReport.compiled`).
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def describe_compilation(model: nn.Module, args: TrainingArguments) -> str | None:
-    """Return the line of the report before training; None without `torch_compile`."""
+    """Return what the packing report says of `torch_compile` before training; None without `torch_compile`."""
     if not args.torch_compile:
         return None
     if is_deepspeed_zero3_enabled():
@@ -126,7 +127,7 @@ class CompileLayers(TrainerCallback):
         self._is_done = not self._trainer.args.torch_compile or is_deepspeed_zero3_enabled()
 
     def on_step_end(self, *arguments: object, **kwargs: object) -> None:
-        """Compile after the first step of this training, and complete the report after the second."""
+        """Compile after the first step of this training, and complete the packing report after the second."""
         if self._is_done:
             return
         trainer = self._trainer
@@ -144,7 +145,7 @@ class CompileLayers(TrainerCallback):
         compile_layers(self._layers, self._backend)
 
     def _report(self, num_compiled: int, num_graphs: int) -> None:
-        """Print how many layers torch compiled, and write the line into the report."""
+        """Print how many layers torch compiled, and write it into the packing report."""
         num_layers = len(self._layers)
         text = f"{num_compiled} of {num_layers} layers compiled, {count_of(num_graphs, 'graph')}"
         self._trainer.accelerator.print(f"torch_compile: {text}")

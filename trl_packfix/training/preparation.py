@@ -37,9 +37,9 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> tu
 
     Returns:
         A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised stays in the table
-        without tokens, with the reason in the column `BAD_ROW_COLUMN`, and is dropped when documents are made of rows.
-        The second value says how many conversations `per_turn` has split into how many samples, one for each trained
-        turn; it is None without `per_turn`, or if the table is tokenised.
+        without tokens, with the reason in the column `BAD_ROW_COLUMN` (`samples/row.py`), and is dropped when documents
+        are made of rows. The second value says how many conversations `per_turn` has split into how many samples, one
+        for each trained turn; it is None without `per_turn`, or if the table is tokenised.
     """
     check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:

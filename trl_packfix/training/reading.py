@@ -35,10 +35,13 @@ class TextReading(TrainerPart):
     Attributes:
         is_text_only: whether documents hold only text. Their tokens are then stored, documents of one length can be the
             rows of one batch, and TRL's constructor accepts `packing=True` with them.
-        feature: the feature of packs. The test that documents in packs do not influence each other is made with it.
+        feature: the `Feature` (`feature.py`) by which packs of these rows differ from packs of text. For images it
+            chooses the probe that tests, on documents with images, that documents in packs do not influence each other.
+            `PLAIN` changes nothing.
         tower: the part of the model that reads no text; an empty module if there is none.
-        compare: returns the content of documents by which `share_prefixes` finds common beginnings; None compares
-            tokens.
+        compare: a function by which `share_prefixes` finds common beginnings. It takes documents, and returns a
+            `ComparedContent` (`layout.py`) of each: a number for each token, equal where the content is equal, and the
+            places of images. None compares the token ids.
     """
 
     is_text_only = True
@@ -81,7 +84,7 @@ class TextReading(TrainerPart):
         return TEXT_CONTENT
 
     def can_replace(self, collate: Callable[..., Any]) -> bool:
-        """Return whether `padded_collator` can replace a collator: it is TRL's own, and not the user's."""
+        """Return whether `padded_collator` can replace a collator: TRL's collator of text, or one of a subclass."""
         return isinstance(collate, DataCollatorForLanguageModeling)
 
     def padded_collator(self, collate: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +118,9 @@ class TextReading(TrainerPart):
 
 
 def reading_class(args: SFTConfig, dataset: object) -> type[TextReading]:
-    """Return the class that reads the rows of a run. Rows that are not packed are left to TRL.
+    """Return the class that reads the rows of a run.
+
+    Without packing it is `TextReading`, also for rows with images: TRL makes their batches then.
 
     Raises:
         ValueError: the rows have images, and the folder of the feature is missing.
