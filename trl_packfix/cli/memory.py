@@ -131,7 +131,8 @@ def predict_memory(
         setting = "tokens_per_rank"
         tokens = config.tokens_per_rank
         limit = MAX_TOKENS
-    # A feature of the run, such as shared prefixes, may copy keys in attention: at most `copied_bytes`, 0 for no copies
+    # A feature of the run, such as shared prefixes, may copy keys in attention. `copied_bytes` is the most bytes of
+    # such copies that a layer holds at a time, 0 for no copies
     feature = features_of(config)
     copies_text = f", with {feature.copies_text}" if feature.copied_bytes else ""
     lora: Any = get_peft_config(configs.model) or LORA  # `LORA`: the settings of our example
@@ -148,13 +149,14 @@ def predict_memory(
     rows = []
     memory = (args.memory - RESERVED_GIB) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
-        saved = sizes[method].saved  # bytes that a forward saves for the backward
+        saved = sizes[method].saved  # what a forward saves for the backward, mostly in bytes per token
         predict_row = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = predict_row(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         if method.lora:
             row["lora"] = lora_text
-        # With checkpointing only the inputs of layers are saved, and offloading moves them to the host
+        # With checkpointing only the inputs of layers are saved, and offloading moves them to the host. `saved.inputs`
+        # has an entry for each layer, in bytes per token
         row["host"] = sum(saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PEAK_PARTS}
         # Whether a part of the activations is not counted, but computed from the number of weights

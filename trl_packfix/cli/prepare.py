@@ -78,6 +78,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         # `ledger` counts documents and tokens: `given` are all of them, `dropped` those without a trained token, and
         # `kept` the others
         if with_images:
+            # Rows with images are written as they are. Their measures, such as lengths, are cached beside the table
             num_written, num_read, ledger = save_measured(tables, tokenizer_name, config, output=folder)
         else:
             num_written, num_read, ledger = save_tokens(configs, tables, tokenizer, output=folder)

@@ -9,8 +9,8 @@ Every processor has other outputs. An `ImageLayout` says along which axis each o
 (`examples.py`) finds this out by processing a few documents.
 
 Words:
-    run     the tokens of a document that are rows of the pack. It is the whole document, unless the document shares its
-            beginning with a document before it (`features/prefixes/collator.py`).
+    run     the tokens of a document that have places of their own in the pack. It is the whole document, unless the
+            document shares its beginning with a document before it (`features/prefixes/collator.py`).
     M-RoPE  rotary positions of three numbers for each token: time, height and width in its image.
 """
 
@@ -34,7 +34,7 @@ SAMPLING_STEP = 16  # every 16th value of the images is compared between ranks t
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How the outputs of a processor are joined, by their names. An output belongs to one row (document).
+    """How the outputs of a processor are joined, by their names. An output belongs to one document.
 
     Args:
         tokens: names of outputs with a value for each token, shape (1, tokens), such as `mm_token_type_ids`.
@@ -154,7 +154,7 @@ class PackedImages(PackContent):
 
         Args:
             documents: the documents of the pack.
-            runs: the runs of the pack, in the order of their rows. A `DocumentRun` is the tokens of
+            runs: the runs of the pack, in the order of their tokens. A `DocumentRun` is the tokens of
                 `documents[run.document]` from the token `run.first` on.
             position_ids: position of each token in its document, shape (1, T), with padding.
 
@@ -172,8 +172,10 @@ class PackedImages(PackContent):
                 values.append(document.get(name, text_values)[:, run.first :])
             joined = torch.cat(values, dim=1)
             entries[name] = F.pad(joined, (0, position_ids.shape[1] - joined.shape[1]))
-        # Take the outputs for the images that begin in each run, if there are any: the first `images_before` images of
-        # its document begin before it, in tokens that the document shares
+        # Take the outputs for the images that begin in each run: the images of its document without the first
+        # `images_before`, which begin in tokens that the document shares. A run in which no image begins is left out if
+        # images begin before it. With `images_before` 0, `images_between` returns all outputs of the document, also if
+        # its images were not counted (`num_images` is 0 if no documents share tokens)
         run_outputs = [
             images_between(documents[run.document], run.images_before, run.num_images, num_images=run.num_images)
             for run in runs
@@ -186,9 +188,8 @@ class PackedImages(PackContent):
         if self.rope_index is not None:
             positions = [self.rope_index(documents[run.document])[:, run.first :] for run in runs]
             num_tokens = sum(position.shape[1] for position in positions)
-            padding = position_ids[0, num_tokens:].expand(
-                3, -1
-            )  # as in a text, all three are the position of the token
+            # As in a text, all three positions are the position of the token
+            padding = position_ids[0, num_tokens:].expand(3, -1)
             rope_positions = torch.cat([*positions, padding], dim=1)
             entries["position_ids"] = torch.cat([position_ids[None], rope_positions[:, None]])
         return entries
