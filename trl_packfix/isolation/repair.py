@@ -43,8 +43,8 @@ from .tracing import ShiftedPositions
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
 AroundCall = Generator[Any, Any, None]  # yields the arguments of a call, gets its output, and yields the new output
-POSITION_AXES = TensorAxes((1,), 0)  # axes of `position_ids` as the collator makes them, (1, T)
-LOGIT_AXES = TensorAxes((0,), 0)  # axes of router logits, which have the tokens of all rows on one axis
+POSITION_AXES = TensorAxes(tokens=(1,), batch=0)  # axes of `position_ids` as the collator makes them, (1, T)
+LOGIT_AXES = TensorAxes(tokens=(0,), batch=0)  # axes of router logits, which have the tokens of all rows on one axis
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,10 @@ class RepairedModule(AroundCalls):
         self._is_sharded = is_sharded(module)
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
+        """Yield the arguments for the first batch of documents, get its output, and yield the output for the pack.
+
+        Outside of packs, and inside another repaired module, nothing is yielded, and the call runs unchanged.
+        """
         pack = _running_pack(module)
         if pack is None:
             return
@@ -177,8 +181,8 @@ class RepairedModule(AroundCalls):
         budget: float = 0  # most tokens of a batch, padding included; with 0 each document is a batch of its own
         if self.mode.as_rows:  # a batch with no more tokens than the pack takes no more memory
             budget = inf if self._is_sharded else pack.num_tokens
-        # `batches` divides the documents: a batch is padded, with one document in each row. Its entry in `forwards`
-        # describes these rows, with their padding, as the documents of a packed forward.
+        # `batches.padded_batches` has one document in each row. `forwards` has a `PackedForward` for each batch, whose
+        # boundaries are those of the rows with their padding: attention and mixers inside the module read them.
         batches, forwards = pack.repaired_batches(budget)
         # 2. Run the first batch as the call that is under way, and all others in addition.
         inputs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=0)
@@ -196,9 +200,10 @@ class RepairedModule(AroundCalls):
         if num_routers:
             batch_logits = recorded_router_logits()[num_logits_before:]  # of all routers for batch 0, then for batch 1
             logits_by_router = [batch_logits[i::num_routers] for i in range(num_routers)]
-            # When a checkpoint recomputes this call, no logits are recorded and none are joined. The checkpoint counts
-            # the tensors that both calls save for backward, and fails if the numbers differ. Inside of these hooks it
-            # does not count them.
+            # A checkpoint counts the tensors that a call saves for backward, and fails if the recomputed call saves
+            # another number. The recomputed call records no logits and joins none, so the tensors that this join saves
+            # must not be counted. The checkpoint counts in its hooks for saved tensors. torch runs only the innermost
+            # such hooks, and these are the innermost here, and change nothing.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 joined_logits = [batches.join(logits, LOGIT_AXES) for logits in logits_by_router]
                 replace_router_logits(num_logits_before, joined_logits)
@@ -262,7 +267,8 @@ class RepairedModule(AroundCalls):
         # tensors only.
         if axes is not None and not tensors[0].is_floating_point():
             return ValueOfBatches(batches, tensors)
-        # Final states of rows and attention weights have no form in a pack. None makes their use raise an error.
+        # Final states of rows and attention weights have no form in a pack. None makes their use raise an error. A
+        # scalar, such as a loss, is that of the pack only if all documents were in one batch.
         is_scalar = tensors[0].dim() == 0
         return tensors[0] if is_scalar and len(tensors) == 1 else None
 
@@ -318,7 +324,8 @@ def _running_pack(module: nn.Module) -> PackedForward | None:
     Raises:
         ValueError: the module is recomputed in a backward that has lost the boundaries of its forward.
     """
-    # Inside a repaired module `running_pack` returns None, too, but there `running_forward` does not.
+    # A forward in backward recomputes a checkpointed layer, and should run in the packed forward of its first run. With
+    # `running_pack`, None could also mean that the layer is inside a repaired module.
     has_lost_boundaries = running_forward() is None and module.training and in_backward()
     if has_lost_boundaries:
         raise ValueError(

@@ -26,7 +26,7 @@ from .repair import LOGIT_AXES, AroundCall, AroundCalls, is_sharded
 
 # Arguments of the backbone for a pack that it does not get for rows, or gets in another form
 PACK_ARGUMENTS = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
-TOKEN_AXES = TensorAxes((1,), 0)  # axes of a tensor (rows, tokens, ...)
+TOKEN_AXES = TensorAxes(tokens=(1,), batch=0)  # axes of a tensor (rows, tokens, ...)
 BackboneOutput = tuple[Any, ...] | ModelOutput
 # Padded tokens behind the longest row: transformers drops a mask that hides nothing, and some models need the mask
 NUM_PADDING_TOKENS = 1
@@ -35,10 +35,10 @@ NUM_PADDING_TOKENS = 1
 class UnpackedForward(AroundCalls):
     """Runs the backbone of `model` with each document of a pack as a separate row, while it is installed.
 
-    A forward without boundaries is unchanged. Documents of similar length share a call. Filled up to the longest
-    document, they have at most as many tokens as the pack. (Each row then gets `NUM_PADDING_TOKENS` more.) If
-    parameters are sharded (ZeRO-3, FSDP), all documents share one call, so that all ranks gather the same parameters in
-    the same order.
+    A forward without boundaries is unchanged. Documents of similar length share a call, as the rows of a batch. A batch
+    is padded to its longest document, and then has at most as many tokens as the pack. (After that, each row gets
+    `NUM_PADDING_TOKENS` more.) If parameters are sharded (ZeRO-3, FSDP), all documents share one call, so that all
+    ranks gather the same parameters in the same order.
     """
 
     def __init__(self, model: nn.Module):
@@ -52,6 +52,7 @@ class UnpackedForward(AroundCalls):
             self._boundaries.append(kwargs.get("cu_seq_lens_q"))
 
         def forget_boundaries(*call: object) -> None:
+            # torch calls this hook also if another hook has raised before `note_boundaries` ran
             if self._boundaries:
                 self._boundaries.pop()
 
@@ -62,6 +63,10 @@ class UnpackedForward(AroundCalls):
         ]
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
+        """Yield the arguments for the first batch of documents, get its output, and yield the output for the pack.
+
+        A call without boundaries is no pack: nothing is yielded, and it runs unchanged.
+        """
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is None and self._boundaries:
             boundaries = self._boundaries[-1]
@@ -74,13 +79,14 @@ class UnpackedForward(AroundCalls):
         row_arguments = {key: value for key, value in kwargs.items() if key not in PACK_ARGUMENTS}
         # 2. Divide the documents into batches. While the leak probe tests the model, `undivided_budget` makes one batch
         #    of all documents, so that documents of any two lengths are tested in one batch.
-        budget = inf if is_sharded(module) else tokens.shape[1]  # most tokens of a batch, filled up to its longest row
+        budget = inf if is_sharded(module) else tokens.shape[1]  # most tokens of a batch, without `NUM_PADDING_TOKENS`
         # Collators may add empty documents, so that all packs have the same number of boundaries.
         lengths = [length for length in boundaries.diff().tolist() if length]
         documents = DocumentRows(lengths, tokens.device, undivided_budget(budget), padding=NUM_PADDING_TOKENS)
 
         def inputs_of(batch: PaddedBatch) -> dict[str, Any]:
             sizes = torch.tensor(batch.lengths, device=tokens.device)
+            # `longest` includes the tokens of padding, so the mask hides at least one token of each row
             mask = torch.arange(batch.longest, device=tokens.device) < sizes[:, None]
             return {**row_arguments, name: batch.split(tokens, TOKEN_AXES), "attention_mask": mask.long()}
 
