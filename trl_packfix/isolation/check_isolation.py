@@ -151,7 +151,7 @@ def check_packs(
 
 
 def report_refusal(probe: Probe, error: CannotRun) -> IsolationReport:
-    """Return the report on a model that raised `error` on a pack. It also runs a row without packing."""
+    """Run the model on a row without packing, and return the report on it. It has raised `error` on a pack."""
     unpacked_error = probe.error_unpacked()
     return IsolationReport(
         isolated=False,
@@ -260,7 +260,8 @@ def judge_probe(
         CannotRun: the model raises on a pack.
     """
     # 1. Choose the documents.
-    # `unreachable`: thresholds that no document of the run exceeds
+    # Both are dictionaries of lengths in tokens, by field of the config. No document of the run is longer than those in
+    # `unreachable`. `tested_thresholds` has the others, except those that every document here exceeds
     shortest = min(DOCUMENT_LENGTHS)
     tested_thresholds, unreachable = thresholds(probe.config, max_length, shortest)
     if examples is None:
@@ -274,7 +275,8 @@ def judge_probe(
     differences_alone = [
         measurement.measure_gap(RunPair(documents, [document], is_alone=True)) for document in documents
     ]
-    # Of equal gaps, the one of the last document is chosen, which has the most documents before it.
+    # Of equal gaps, the one of the last document is chosen, which has the most documents before it. The common document
+    # of these pairs is the one that runs alone, and `common_documents` begins with its index in the pack.
     largest_alone = max(differences_alone, key=lambda gap: (gap.size, gap.pair.common_documents))
     # In a pack of one document no boundary hides a token. transformers then makes no mask, and models that are causal
     # only by the mask (PaliGemma) compute something else.
@@ -287,6 +289,7 @@ def judge_probe(
         differences += [measurement.measure_gap(pair) for pair in long_pairs]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     # 3. Unless a gradient has shown a defect, find out what rounding explains, and test a document far from the start.
+    # `gradient` is None if it is not tested, and 0 if it is not larger than rounding explains.
     reach = 0
     if not probe.on_any_rank(gradient):
         _explain_by_rounding(measurement, changes)
@@ -414,7 +417,8 @@ def _find_leaking_modules(
     if measurement.rounding <= HALF_PRECISION_TOLERANCE:
         return [], pair
     # At the end of a deep model, rounding in half precision may hide a leak. It cannot in the module where it begins.
-    for size, pair in changes:  # the pair of the last search is returned
+    # So search in each pair, until modules are found. Without any, the last pair of `changes` is returned.
+    for size, pair in changes:
         if not probe.on_any_rank(size):  # nothing has changed at all
             continue
         measurement.measure_repetition()
@@ -422,7 +426,8 @@ def _find_leaking_modules(
         if pair.is_large:  # recording all modules for a long document would need too much memory
             leaks = find_leaks(probe, pair, rounding, positions_only=True)
         else:
-            # Packs with equal document lengths have all sums in the same order, so less can be rounding: half of it.
+            # Packs with equal document lengths have all sums in the same order, so rounding explains smaller gaps
+            # between them: up to half the limit.
             leaks = find_origins(probe, pair, rounding / 2 if pair.has_equal_lengths else rounding)
         if probe.on_any_rank(leaks):
             break

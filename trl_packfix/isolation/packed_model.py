@@ -11,9 +11,10 @@ Words:
     unpacked   the backbone of the model gets the documents of a pack as rows of a padded batch
     previous   the attention that the user gave the model, and that it has outside of packs
     towers     parts of a model that read no text, but images, for example
-    feature    a change of packs, such as shared prefixes (`feature.py`)
-    plain      packs without shared prefixes, which are proved first. `Feature.plain`, the feature of all packs of the
-               run, such as images, makes their probe
+    feature    what the packs of a run have beside whole documents of text: shared prefixes, images, or both
+               (`feature.py`)
+    plain      a pack without shared prefixes. Such packs are proved first. Their feature is `Feature.plain`: images, or
+               none (`PLAIN`)
     degree     number of ranks that share each pack
     threshold  a length above which the model computes a document differently, such as a sliding window
     wrapped    inside of PEFT, DDP or an engine (DeepSpeed, FSDP)
@@ -107,7 +108,7 @@ class PackedModel:
         elif feature.is_on:
             self._needs_varlen = LOOKS_UP
         self.feature = feature
-        # `TowerSupport` itself leaves towers as they are
+        # A `TowerSupport` whose methods change nothing, if the packs of the run have no images
         self._towers = tower_support() if feature.plain.has_towers else TowerSupport()
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
@@ -130,9 +131,9 @@ class PackedModel:
             refusals={name: reason for name, reason in self._refusals.items() if name != tower_attention},
         )
         needs_varlen = self._needs_varlen
-        # Only `packfix_varlen` serves shared prefixes. If flash attention can be used, and `packfix_varlen` is no flash
-        # attention here, the run gives up shared prefixes, because flash attention saves more time. With another
-        # attention, `prove_feature` then finds that packs cannot have the feature. The final choice below may warn.
+        # Shared prefixes need `packfix_varlen`. If it does not run on flash kernels here, but another attention does,
+        # choose the other one, because flash attention saves more time than shared prefixes. `prove_feature` then finds
+        # that packs cannot share prefixes. Only the final choice below may warn, and not these two trials.
         if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -151,8 +152,9 @@ class PackedModel:
         self.isolation: IsolationReport | None = None
         self.feature_is_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
-        # Hooks such as those of `pack_forward` give packs to a module inside a model that itself gets padded batches.
-        # The guard must then know the boundaries at this module.
+        # The guard is the hooks that check each pack and make its boundaries known inside the model. Usually the model
+        # itself gets the pack. With hooks such as those of `pack_forward`, the model gets padded batches, and a module
+        # inside it gets packs, so the guard needs hooks on this module, too.
         modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(self._inner, modules_of_hooks, self._restore_attention)
         self._search: RepairSearch | None = None
@@ -229,7 +231,7 @@ class PackedModel:
         """
         self.restore_own_attention()
         self._search = None
-        # With images, a class whose rows have images
+        # `UnpackedForward` itself or, with images, a class that does the same for models with vision towers
         unpacked_class = self.feature.plain.make_unpacked_class(UnpackedForward)
         self._unpacked = unpacked_class(self.model)
         text = f"UNPACKED, documents as rows of padded batches, because {reason}"
@@ -301,6 +303,8 @@ class PackedModel:
         if not self.enforce_flash_attention or is_last_kernel:
             raise error
         self._refuse_kernel(name, cause or reason)
+        # The choice is the same again if nothing else can be used: the model has attention code of its own, or both
+        # `packfix_varlen` and the model's own attention have failed
         if self.attention.name == name:
             self.restore_own_attention()
             raise error
@@ -370,7 +374,7 @@ class PackedModel:
         return reason
 
     def reason_against_sharing(self) -> str | None:
-        """Return why neither ranks can share packs of this model nor documents share rows; None if they can."""
+        """Return why this model takes neither packs on several ranks nor shared prefixes; None if it may take both."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:

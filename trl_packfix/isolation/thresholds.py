@@ -61,8 +61,9 @@ def thresholds(
     longest = num_positions if max_length is None else max_length
     lengths = _length_fields(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < longest}
-    # Without a `max_length` documents may be longer than the number of positions, above which dynamic RoPE has other
-    # angles. So this number itself, here `longest`, may be a threshold that is not tested.
+    # The number of positions may itself be a threshold: dynamic RoPE has other angles in longer documents. They are
+    # possible without a `max_length`. `longest` is then this number, so `to_test` does not have it. The 1 adds it to
+    # `unreachable`.
     end = num_positions + 1 if max_length is None else num_positions
     unreachable = {name: n for name, n in lengths.items() if longest <= n < end}
     return to_test, unreachable
@@ -121,8 +122,9 @@ def _depends_on_length(
         layer_type: this type; None if all layers have the same parameters.
     """
     rope_type = parameters.get("rope_type", "default")
+    # "default" is the type of the plain angles, for which some versions of transformers have no function
     if rope_type not in ROPE_INIT_FUNCTIONS:
-        return rope_type != "default"  # the plain angles; not every version of transformers has a function for them
+        return rope_type != "default"
     # The model chooses one of two lists of factors (`short_factor`) by the length; phimoe also has `short_mscale`.
     short_names = {name for name in parameters if name.startswith("short_")}
     if any(parameters[name] != parameters.get(name.replace("short_", "long_")) for name in short_names):
