@@ -15,8 +15,8 @@ Words:
     mixer            a layer that mixes tokens without attention, by a convolution or a recurrence (`mixer_support.py`)
     part             with sequence parallelism several neighbouring ranks share a pack, and each holds a part of its
                      tokens
-    run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
-                     behind its prefix
+    run              the tokens of a document that no document before it in the pack has. Where documents share a
+                     prefix, the first of them is a whole run, and the run of a later one begins behind the prefix
     running          a packed forward is running from the time it was entered until it is left
 """
 
@@ -134,7 +134,7 @@ class PackedForward:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each document, without the empty documents at the end, on the host."""
+        """The number of tokens of each document, without the empty documents at the end, on the host."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     @property
@@ -206,8 +206,8 @@ this_thread = ThreadState()
 def all_in_one_batch() -> Iterator[None]:
     """Make `document_rows` put all documents into one batch within this context, unless the budget is 0.
 
-    The leak probe uses this context, so that its few documents, of very different lengths, share a batch. In training
-    any two documents may share one.
+    The leak probe uses this context, so that its few documents, of very different lengths, share a batch. So it tests
+    all pairs of documents in a batch, because any two documents may come into one batch in training.
     """
     this_thread.num_undivided += 1
     try:

@@ -1,8 +1,9 @@
 """Run the scans of hybrid models on packs whose documents share prefixes, level by level.
 
 `mixers.py` calls `run_levels` with a scan: a function that carries a state from token to token, as in Mamba or in a
-gated delta net. In such a pack the common beginning of several documents is there once, and each document goes on from
-it with rows of its own, its *run*. The scan of a run must begin with the state after the prefix.
+gated delta net. A *row* of a pack is the place of one token. In a pack with shared prefixes the rows of the common
+beginning of several documents are there once. The *run* of a document is the rows that no document before it has. The
+scan of a run that goes on from a prefix must begin with the state after the prefix.
 
 First the rows of the pack are cut into *pieces*, wherever documents begin to differ. The pieces form a forest: the
 parent of a piece is the piece before it in its documents.
@@ -13,9 +14,9 @@ parent of a piece is the piece before it in its documents.
     level 1    A -> B,  A -> E
     level 2    B -> C,  B -> D
 
-Then the levels are computed one after the other. The pieces of a level are rows of batches, padded with zeros, which
-leave a state as it is. Each piece begins with the state after its parent. So each row of the pack is computed once, and
-the number of calls grows with the depth of the forest. Gradients run back through the states.
+Then the levels are computed one after the other. The pieces of a level are the *sequences* of batches, padded with
+zeros, which leave a state as it is. Each piece begins with the state after its parent. So each row of the pack is
+computed once, and the number of calls grows with the depth of the forest. Gradients run back through the states.
 
 A long conversation with one document per turn makes a deep forest. If it is deeper than `MAX_LEVELS`, a level has
 *paths* of several consecutive pieces instead of pieces. Two paths of a level may begin with the same piece, as A -> B
@@ -50,7 +51,7 @@ MAX_LEVELS = 8
 
 
 class ScanCall(NamedTuple):
-    """A scan over T tokens in one row: its tensors, and how to call it.
+    """A scan over T tokens in one sequence: its tensors, and how to call it.
 
     Axis 1 of `values` and `keys` is tokens, axis 2 heads.
 
@@ -58,11 +59,12 @@ class ScanCall(NamedTuple):
         values: tensors with H heads, (1, T, H) or (1, T, H, D).
         keys: tensors with G heads, (1, T, G, ...). Each head is read by H / G neighbouring heads of `values`.
         parameters: tensors with one entry per head of `values`, or None.
-        call: (values, keys, parameters, **options) -> (rows, T, H, D), for any number of rows and any T. With the
-            option for final states, it returns a pair: this output, and the states after the last token of each row.
-        boundaries: the option by which `call` takes the documents of a row, "cu_seqlens" or "seq_idx"; None if it
+        call: (values, keys, parameters, **options) -> (sequences, T, H, D), for any number of sequences and any T. With
+            the option for final states, it returns a pair: this output, and the states after the last token of each
+            sequence.
+        boundaries: the option by which `call` takes the documents of a sequence, "cu_seqlens" or "seq_idx"; None if it
             takes none.
-        state_options: the names of two options of `call`: the states with which the rows begin (None: zeros), and
+        state_options: the names of two options of `call`: the states with which the sequences begin (None: zeros), and
             whether to return the states at the end. None if `call` has no such options. A token that is zero in all
             tensors leaves a state as it is.
     """
@@ -105,8 +107,11 @@ class TreeLevel(NamedTuple):
 def pieces_of(running: PackedForward) -> list[Piece]:
     """Return the pieces of a pack in the order of their rows."""
     assert running.kv_index is not None
-    row_of_key = running.kv_index.tolist()  # for all runs, end to end, the rows of the pack that each run reads
-    runs = runs_of(running)  # `run.keys`: the entries of `kv_index` with the rows of its prefix, then its own rows
+    # For each run, the rows that it reads: those of its prefix, then its own. The rows of all runs are laid end to end.
+    # For example, the first run has the rows 0, 1 and 2, and the second run has row 3 behind the prefix of the rows 0
+    # and 1. Then `kv_index` is [0, 1, 2, 0, 1, 3]
+    row_of_key = running.kv_index.tolist()
+    runs = runs_of(running)  # of each run its own rows, and as `keys` the slice of `kv_index` that belongs to it
     # By the first row of each run, the last row of its prefix (of `num_earlier_keys` rows); -1 without a prefix
     last_of_prefix = {}
     for run in runs:
@@ -142,12 +147,13 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
         # Each batch is a list of indices of `paths`, and has no more rows and padding than the pack has rows
         for batch_paths in group_by_length([*map(len, rows_of_paths)], budget=num_rows):
             rows = pad_sequence([rows_of_paths[i] for i in batch_paths], batch_first=True, padding_value=num_rows)
-            for line, i in enumerate(batch_paths):  # path i is row `line` of the batch
+            for line, i in enumerate(batch_paths):  # path i is sequence `line` of the batch
                 # A piece on several paths has equal outputs in each of them. The output on the last path is used
                 first_place = batch_start + line * rows.shape[1]
                 places[rows_of_paths[i]] = torch.arange(first_place, first_place + len(rows_of_paths[i]))
-                # The parent is the last piece of a path, because all children of a piece are in one level. At the first
-                # level no piece has a parent, and `parents` is not used
+                # The path begins with a piece whose parent is in an earlier level. All children of this parent are as
+                # deep as the piece, and so in its level. So the parent has no child in its own level, and is the last
+                # piece of a path there. At the first level no piece has a parent, and `parents` is not used
                 parents.append(path_by_last_piece.get(pieces[paths[i][0]].parent, -1))
                 path_by_last_piece[paths[i][-1]] = len(path_by_last_piece)
             batch_start += rows.numel()
