@@ -22,7 +22,7 @@ from ...samples.texts import MESSAGES, PAIR
 
 COLUMNS = (*MESSAGES, *PAIR)  # "messages" and the other names of columns of messages, "prompt" and "completion"
 KEYS = ("image", "image_url", "input_image")  # keys of a part of a content that name an image
-# One of these keys, as JSON ("image": ...) or the type of a column ({'image': Value('string')}) has it
+# Finds one of these keys in JSON ("image": ...), or in the text of a column's type ({'image': Value('string')})
 NAMED_IMAGE = re.compile(rf"""["']({"|".join(KEYS)})["'] *:""")
 AnyDataset = TypeVar("AnyDataset")
 
@@ -126,7 +126,8 @@ def _move_images(row: Mapping[str, Any], number: int, *, columns: list[str], nam
 
     lists = {column: row[column] for column in columns if isinstance(row[column], list)}
     changed = {column: [*map(move_images_of_message, messages)] for column, messages in lists.items()}
-    # Write every content as a list of parts: TRL would put all images before the first content that is a plain text
+    # Write every content as a list of parts. To the first plain text of the user TRL would add a placeholder for each
+    # image of the row, beside the placeholders that are there
     if images:
         for message in (message for messages in changed.values() for message in messages):
             if isinstance(message.get("content"), str):

@@ -63,7 +63,9 @@ class ImageRows(RowReader):
         self._structs = {} if isinstance(dataset, list) else struct_columns(dataset.features)
         self._process = process
         self._table = measures
-        self.compare = process.compare  # documents -> their tokens, with a number for the content of each image
+        # What the collator compares to find common beginnings of the documents of a batch: their tokens, with a number
+        # for the content of each image. (`comparison_reader` does the same for planning, on the whole table)
+        self.compare = process.compare
         columns = self._columns
 
         def column(name: str) -> Any:
@@ -199,11 +201,21 @@ class ImageRows(RowReader):
         }
 
     def shorten_common_beginnings(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        """Shorten the common beginnings of two documents that end inside an image, see `RowReader`."""
-        # The last common token is not shared, because it predicts another token in each document. What the pack has of
-        # the document itself begins with this token, which must not be inside an image. For example, an image is the
-        # tokens 5 to 8, and 7 tokens are common, 0 to 6. Then the document would begin with token 6, inside the image.
-        # If 6 tokens are called common, it begins with token 5, the first of the image
+        """Shorten common beginnings of documents that would end inside an image.
+
+        Args:
+            rows: the row of each document, shape (N,).
+            start: the first token of each document in its row, shape (N,).
+            common: number of tokens that each document has in common with the document before it, shape (N,).
+
+        Returns:
+            The number of common tokens, at most `common`, shape (N,).
+        """
+        # A pack has the common beginning of two documents once. Of the second document it has the other tokens, and the
+        # last common token again, because this token predicts another token in each document. So the last common token
+        # must not be inside an image, behind its first token. For example, an image is the tokens 5 to 8, and 7 tokens
+        # are common, 0 to 6. Then the pack would have the second document from token 6 on, inside the image. If only 6
+        # tokens are called common, it has the document from token 5 on, with the whole image
         row_of_span, first, stop = self._image_spans
         if not len(row_of_span):
             return common

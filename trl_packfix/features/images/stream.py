@@ -107,7 +107,8 @@ class StreamImages(StreamRows):
         # First measure the rows. `measures` has a value per row in each column, with `rule` a value per turn
         rows = [self.encode_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         measures = self._measure_rows(rows)
-        if any(measures["differs"]):  # only if rows are measured by the sizes of their images
+        # `differs`: the row was measured in full and by the sizes of its images, with different results
+        if any(measures["differs"]):
             logger.warning(
                 "A row of the stream has another length than the sizes of its images give. The processor runs on every "
                 "image from here on, which takes longer."
@@ -125,7 +126,8 @@ class StreamImages(StreamRows):
             )
         # Then cut the rows to documents
         columns = pa.table(measures, schema=features_of(self.rule).arrow_schema)
-        table_of_measures = Dataset(columns, fingerprint="chunk")  # a fixed one, so that `datasets` computes no hash
+        # With a fixed fingerprint, so that `datasets` computes no hash of the table
+        table_of_measures = Dataset(columns, fingerprint="chunk")
         reader = ImageRows(rows, self.process, table_of_measures, rule=self.rule)
         spans = make_documents(reader, packing.max_length, packing.overlong, may_be_empty=True)
         # Finally make each document with its tokens and its encoded row
@@ -147,7 +149,11 @@ class StreamImages(StreamRows):
         return text_columns | {"images": [EncodedImage.encode(image, self.mode) for image in images_of(row)]}
 
     def _measure_rows(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-        """Return the measures of some rows by column, with one value for each row or, with `rule`, for each turn."""
+        """Return the measures of some rows by column, with one value for each row or, with `rule`, for each turn.
+
+        The columns are `input_ids`, `labels`, `KINDS` of `measures.py` (such as `differs`), the reason of a bad row in
+        `BAD_ROW_COLUMN`, and with `rule` the index of the row in `ROW_COLUMN` and further numbers.
+        """
         batch = {name: [row[name] for row in rows] for name in rows[0]}
         process = ProcessedImages(self.process, self.rule, self._check_interval)
         return columns_of_batch(batch, [*range(len(rows))], process)
