@@ -130,7 +130,8 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
         plan: packs of units.
         units: the units of the plan.
         num_steps: number of optimizer steps.
-        bins: the slots of a step, and how units are dealt to them (`targets` there are trained tokens).
+        bins: the slots of a step, and how units are dealt to them. With `bins.evens_targets`, packs get even numbers of
+            targets, which are trained tokens.
 
     >>> from .costs import LLAMA_7B
     >>> lengths = np.array([3, 2, 4])
@@ -183,11 +184,11 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     fill as many micro-batches as in unpacked training, because the user's loss may be a mean per micro-batch.
 
     The units always fit. Let B be the number of documents in a micro-batch of unpacked training. A step of S' = G * W
-    slots has at most S' * B documents, and each has at most `capacity / B` tokens. In a unit of several documents, the
-    first document has a row for each token. Every further document joins only if at least half of its tokens are shared
-    (`features/prefixes`), so it adds at most half as many rows as it has tokens. So a unit of k documents has at most
-    (1 + (k - 1) / 2) * capacity / B rows, which is (k + 1) / 2 * capacity / B. `_few_packs` proves that few enough
-    packs follow from this.
+    slots has at most S' * B documents. The capacity is B times `max_length`, the most tokens of a document, so each
+    document has at most `capacity / B` tokens. In a unit of several documents, the first document has a row for each
+    token. Every further document joins only if at least half of its tokens are shared (`features/prefixes`), so it adds
+    at most half as many rows as it has tokens. So a unit of k documents has at most (1 + (k - 1) / 2) * capacity / B
+    rows, which is (k + 1) / 2 * capacity / B. `_few_packs` proves that few enough packs follow from this.
 
     Args:
         units: all units of the epoch.
@@ -231,7 +232,8 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
         bins: the slots of the step.
 
     Returns:
-        As many packs as best-fit decreasing needs, and up to a multiple of the ranks if packs are evened out.
+        As many packs as best-fit decreasing needs, rounded up to a multiple of the ranks. If a pack with even numbers
+        of rows would be above the capacity, the packs of best-fit decreasing.
     """
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
@@ -278,9 +280,9 @@ def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num_packs: int)
 def split_up_to(packs: list[Int64Array], rows: Int64Array, num_packs: int) -> list[Int64Array]:
     """Halve the packs with the most rows until there are `num_packs` packs, or no pack has two units.
 
-    Both halves take the place of their pack in the list. If they came last, the epoch would end with short units,
-    because packs of one long unit cannot be halved, and so halves hold shorter units than other packs. Of packs with
-    equal rows, the pack whose first unit has the smallest number is halved first.
+    Both halves take the place of their pack in the list. Halves hold shorter units than other packs, because a pack of
+    one long unit cannot be halved. If the halves came last, the epoch would end with short units. Of packs with equal
+    rows, the pack whose first unit has the smallest number is halved first.
 
     Args:
         packs: numbers of the units in each pack.

@@ -2,9 +2,9 @@
 
 Ranks read the same packs in two cases: with sequence parallelism the ranks of a *group* hold parts of one pack (the
 number of ranks is the *degree*), and with tensor parallelism neighbouring ranks divide the layers of the model.
-Different packs may have equal shapes, so that training would go on without an error. `objective.py` compares the
-micro-batches of the first optimizer steps for a table, and of all steps for a stream, and `first_step.py` compares the
-packs of its own step.
+Different packs may have equal shapes, so that training would go on without an error. `objective.py` compares
+micro-batches: of a table (`datasets.Dataset`) those of the first optimizer steps, and of a stream (`IterableDataset`)
+those of all steps. `first_step.py` compares the packs of its own step.
 """
 
 from typing import Any
@@ -31,12 +31,13 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int) -> None:
     summaries_of_ranks = gather(summaries[None])  # (ranks, micro-steps, 3)
     for packs in summaries_of_ranks.transpose(0, 1).tolist():  # the summaries of one micro-step, by rank
         degree = max(pack[0] for pack in packs)  # equal for all ranks, unless they have read different packs
+        # How many neighbouring ranks must have the same pack. Ranks share packs (`degree` above 1) or divide the model
+        # (`copies` above 1), and never do both
         size = max(degree, copies)
         for rank, pack in enumerate(packs):
             first_rank = rank - rank % size
             if pack == packs[first_rank]:
                 continue
-            # The ranks divide the model or, with a degree above 1, share packs. The two are never combined
             part_text = ""
             reason = f"The {copies} ranks that divide the model sum their outputs as those of one pack"
             if degree > 1:

@@ -20,7 +20,7 @@ from ..planning.parallel import Speeds
 from ..planning.strategies import STRATEGIES
 from .planning_settings import PlanningSettings
 
-if TYPE_CHECKING:  # it imports TRL, without which the command line plans files of lengths
+if TYPE_CHECKING:  # `config.py` imports TRL, which takes seconds, and the command line plans without it
     from .config import SFTConfig
 
 

@@ -1,11 +1,12 @@
 """Remember the proofs of a model in files beside the dataset, so that the next start need not repeat them.
 
 A proof is a test before training that documents in a pack do not influence each other on this model. Its result is an
-`IsolationReport`. In place of the test, `PackedModel` calls `recall_proof`. It returns the saved report of an earlier
-start, or runs the test and saves its report.
+`IsolationReport`. `recall_proof` returns the report that an earlier start has saved. If there is none, it runs the
+test, and saves the report if the test passed.
 
-A report is saved if the test passed. `PackedModel` calls `recall_proof` only for tests on text, of a model without
-repairs. The name of its file is a hash of everything that the proof depends on:
+`PackedModel` calls `recall_proof` in place of the test if the training set is a table of text whose documents are
+cached, unless the model was repaired (`isolation/repair.py`) or unpacked (`isolation/unpacking.py`). The name of the
+file of a report is a hash of everything that the proof depends on:
 
 - the code of this package (every file), and the versions of all packages that are loaded or installed;
 - the modules of the model, their code, hooks and simple attributes, parameters, configs, attention, device, and the
@@ -13,9 +14,9 @@ repairs. The name of its file is a hash of everything that the proof depends on:
 - the files of the classes of these modules, and the files beside them, because a version says nothing about a package
   whose code is edited in place.
 
-Two kinds of functions are not part of the hash. The first are functions that are replaced while the program runs. The
-second are functions of a package without a version, if they are in another folder than the class that calls them. Every
-start tests them all the same, when it compares its first step with unpacked training (`first_step.py`).
+The hash misses two kinds of changes: a function other than `forward` that is replaced while the program runs, and a
+changed file of a package without a version, in another folder than those of the classes of the modules. But every start
+also compares its first step with unpacked training (`first_step.py`), and this comparison runs such code as it is.
 """
 
 import hashlib
@@ -61,10 +62,10 @@ def recall_proof(
         wrapped: the model as the engine has wrapped it.
         prove: runs the proof.
         folder: the folder of the saved proofs.
-        settings: settings of the run on which proofs depend, such as the engine; with an equal `repr` in every process.
+        settings: what all proofs of the run depend on, such as the engine; with an equal `repr` in every process.
         model: the model without a wrapper.
-        case: what else the proof depends on, such as the dtype and the longest document; with an equal `repr` in every
-            process.
+        case: what this proof depends on beside the model and `settings`, such as the dtype and the longest document;
+            with an equal `repr` in every process.
     """
     key = hashlib.sha256(repr([case, settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
     file = folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"

@@ -37,8 +37,9 @@ class Source(TrainerPart, ABC):
         kind: what messages call the training set.
         row_values: the weight and the data source (`source_column`) of each row of a table. It is empty for a stream,
             whose documents have these values themselves.
-        numbered_sources: for a stream, the index of each name in `source_column`. A rank gives a name its index when it
-            first reads it. None for a table, whose batches have indices, and without `source_column`.
+        numbered_sources: for a stream with a `source_column`, the index of each name in this column. The batches have
+            the names, and this rank gives a name the next index when it first reads it. None without a `source_column`,
+            and for a table, whose batches have indices in place of names.
     """
 
     kind: ClassVar[str]
@@ -154,8 +155,9 @@ class Source(TrainerPart, ABC):
     def resume_loader(self, checkpoint: str) -> None:
         """Set the loader so that training continues from a checkpoint. Called once transformers knows the step.
 
-        Afterwards transformers discards the micro-batches of the running epoch that were trained. The micro-batch
-        behind these must be the first after the checkpoint. Here it does nothing, for a loader that follows a plan.
+        Afterwards transformers reads as many micro-batches as the running epoch had trained at the checkpoint, and
+        discards them. The next micro-batch of the loader must be the first that was not trained. Here nothing is set,
+        for a loader that follows a plan: it yields the trained micro-batches of the epoch once more.
         """
 
     @abstractmethod

@@ -99,7 +99,7 @@ class TrainingTotals:
         """
         self._stream_sources = stream_sources
         self.sources = sources
-        # How many sources this rank may number before the sums are gathered
+        # The sources of a table are known. Of a stream it is only known how many this rank may number at most
         self._num_sources = len(sources) if stream_sources is None else MAX_SOURCES
         self._empty_pending()
         self.is_scored = False
@@ -145,7 +145,8 @@ class TrainingTotals:
         """Add the counts of one micro-batch on this rank, when it is fetched.
 
         Args:
-            sizes: tokens of its documents, and how many of them this rank computes, as tensors ().
+            sizes: the number of tokens of its documents (`tokens`), and how many tokens this rank computes for them
+                (`computed_rows`), both ().
             trained: number of trained tokens of each document, (N,), in all parts of the pack.
             num_row_tokens: number of tokens on this rank, with padding.
             flops: FLOPs of forward and backward, ().
@@ -156,7 +157,7 @@ class TrainingTotals:
         self._add(
             trained_tokens=group.count_once(trained.sum()),
             tokens=group.count_once(sizes.tokens),  # tokens of documents, without padding
-            # Tokens that this rank computes, without padding: fewer than `tokens` if documents share prefixes
+            # Tokens that this rank computes, without padding. A token that several documents share is computed once
             computed=sizes.computed_rows,
             # Tokens on this rank, with padding. `torch.tensor` would synchronise with the device
             row_tokens=trained.new_full((), num_row_tokens),
@@ -173,7 +174,8 @@ class TrainingTotals:
         Args:
             outputs: the outputs of the model, with `entropy`, `is_top1` and `label_mask` of each position.
             targets: selects the values of these positions that count.
-            aux_loss: the load-balancing loss of a mixture of experts, (); None if it is not trained.
+            aux_loss: the load-balancing loss of a mixture of experts, (); None if it is not trained. If ranks share the
+                pack, the first of them has the loss of the whole pack, and the others have 0.
         """
         self._add(
             entropy=targets.select(outputs.entropy).sum(),
