@@ -78,7 +78,7 @@ class CheckResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether training runs and is correct: on what `verdict` says, and with all settings of packs."""
+        """Whether training is correct, in the way that `verdict` names, and no setting of packs is refused."""
         return self.in_training.passed and not self.refused_settings
 
     @property
@@ -180,7 +180,7 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
         torch_dtype,
         device.type,
         training.max_length,
-        shares_packs=shares_packs,  # this process alone cannot test such packs
+        shares_packs=shares_packs,  # decides the attention. Such packs are not tested: they need several ranks
         feature=features_of(training),
     )
     attention_of_training = None
@@ -188,12 +188,10 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
     if "enforce_flash_attention" not in configs.names_set:
         enforce_flash_attention = attn_implementation is None
         if attn_implementation is not None:
-            # Construct what training would construct, only to see which attention it chooses. This attaches the
-            # attention to the model, so it is taken off again
+            # Construct what training would construct, only to see which attention it chooses. The model keeps its own
             model_of_training = make_packed_model(on_leak="raise")
             if model_of_training.attention.name != attn_implementation:
                 attention_of_training = model_of_training.attention.name
-            model_of_training.restore_own_attention()
     # First test the model as it is: with "raise" it is not repaired. If it leaks and `on_leak` says so, test it again
     # with a repair or without packing.
     packed = make_packed_model(on_leak="raise", enforce_flash_attention=enforce_flash_attention)
@@ -240,11 +238,12 @@ def _check_settings(
     findings = {}
     refused = []
     if packed.feature.is_on:
-        name = next(iter(packed.feature.settings))
+        name = next(iter(packed.feature.settings))  # "share_prefixes", the field that switches the feature on
         findings[name] = "documents with a common prefix are what they are alone"
         reason = packed.prove_feature(model)
         if reason is not None:
             findings[name] = f"documents are packed whole: {reason}"
+            # `refuse_model` raises if training on whole documents is not possible or not wanted; otherwise it warns
             try:
                 packed.feature.refuse_model(reason, packed.on_leak)
             except PackingLeakError as error:

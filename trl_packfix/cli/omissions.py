@@ -79,7 +79,7 @@ def _omissions_of(
     The result is empty if the row cannot be rendered, or if the document has other tokens than the rendered row.
     """
     try:
-        # `text` is the rendered row, and an omission the position of a character in it, and a description
+        # `text` is the rendered row. Each omission is a pair: a position in `text`, in characters, and a description
         text, omissions = find_omissions(row, rendering, features)
         # `plain_tokenizer`: the tokenizer in a processor
         encoding = plain_tokenizer(rendering.tokenizer)(text, add_special_tokens=False, return_offsets_mapping=True)

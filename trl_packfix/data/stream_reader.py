@@ -261,7 +261,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         dataset = self.parts[reader]
         is_exact = state_is_exact(dataset)
         position = state.position if is_exact else None
-        dataset.load_state_dict(position)
+        dataset.load_state_dict(position)  # None: from the beginning of the part
         # `iter(dataset)` is not used: in a worker it would split the part between the workers once more
         batches = dataset.iter(batch_size=self.rows.chunk)
         if position is None and state.examples:

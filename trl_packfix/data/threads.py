@@ -31,8 +31,10 @@ def wait_for_threads_before_forks() -> None:
 
 def _wait_for_threads() -> None:
     """Wait until threads that are entering Python have done so."""
-    # `sys._current_frames` takes the lock of the interpreter and releases it. So it waits for a thread that has it
-    time.sleep(0.01)  # releases the GIL, so that a waiting thread enters Python
+    # First release the GIL, so that a thread that waits for it can enter Python
+    time.sleep(0.01)
+    # Then wait until no other thread has the lock of the interpreter: `sys._current_frames` takes the lock itself, and
+    # releases it again
     was_enabled = gc.isenabled()
     # A garbage collection runs code of other libraries. While the lock is held, this code could wait for a thread that
     # itself waits for the lock
