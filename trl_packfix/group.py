@@ -29,6 +29,7 @@ class MadeGroup(NamedTuple):
     """A process group that was made for one degree. It is useless once `dist.group.WORLD` is another object."""
 
     world: Any  # the process group of all ranks, when this group was made
+    timeout: timedelta | None  # how long its ranks wait for each other; None for torch's default
     process_group: Any  # the process group of this rank and of the ranks with which it shares packs
 
 
@@ -111,13 +112,15 @@ ALONE = Group()
 def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> None:
     """Make the process groups of these degrees, unless they exist. Ranks 0-3 and ranks 4-7 are groups of degree 4.
 
-    All ranks must call this function with equal degrees, before the first exchange.
+    All ranks must call this function with equal arguments, before the first exchange. A group with another timeout than
+    `timeout` is made anew; None accepts a group with any timeout.
 
     Raises:
         ValueError: the number of ranks does not divide by a degree.
     """
     for degree in sorted(set(degrees)):
-        if degree == 1 or _find_process_group(degree) is not None:
+        has_group = _find_process_group(degree) is not None
+        if degree == 1 or (has_group and timeout in (None, _process_groups[degree].timeout)):
             continue
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size % degree:
@@ -137,7 +140,7 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
             first_ranks = range(0, world_size, degree)
             process_groups = [dist.new_group([*range(rank, rank + degree)], timeout=timeout) for rank in first_ranks]
             process_group = process_groups[first_rank // degree]
-        _process_groups[degree] = MadeGroup(dist.group.WORLD, process_group)
+        _process_groups[degree] = MadeGroup(dist.group.WORLD, timeout, process_group)
 
 
 def _find_process_group(degree: int) -> Any:

@@ -5,6 +5,7 @@
 
 import operator
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -111,8 +112,21 @@ def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypat
     monkeypatch.setattr(group.dist, "new_group", new_group)
     make_groups([4, 2])
     assert groups_made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert group._process_groups[2][1] == (6, 7)
-    assert group._process_groups[4][1] == (4, 5, 6, 7)
+    assert group._process_groups[2].process_group == (6, 7)
+    assert group._process_groups[4].process_group == (4, 5, 6, 7)
+
+
+def test_a_group_of_the_users_check_gets_the_timeout_of_training(monkeypatch):
+    """`check_isolation(degree=2)` makes a group with torch's timeout, and training then waits for `ddp_timeout`."""
+    timeouts = []
+    monkeypatch.setattr(group, "_process_groups", {})
+    monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(group.dist, "new_group", lambda ranks, timeout, **kwargs: timeouts.append(timeout) or ranks)
+    for timeout in (None, timedelta(hours=2), timedelta(hours=2), None, timedelta(hours=3)):
+        make_groups([2], timeout)
+    assert timeouts == [None, timedelta(hours=2), timedelta(hours=3)]
 
 
 def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
