@@ -250,8 +250,14 @@ def folder_in_place_of(file: Path) -> None:
 # What is done to which file, and what is said
 DAMAGES = {
     "no trainer state": (Path.unlink, "trainer_state.json", "it has no `trainer_state.json`"),
-    "half a trainer state": (cut, "trainer_state.json", "its `trainer_state.json`.* ends too early"),
-    "half a file of ours": (cut, STATE_FILE, f"its `{STATE_FILE}`.* ends too early"),
+    "half a trainer state": (cut, "trainer_state.json", "its `trainer_state.json`, of .* bytes, is cut off"),
+    "half a file of ours": (cut, STATE_FILE, f"its `{STATE_FILE}`, of .* bytes, is cut off"),
+    "zeros in a file of ours": (zeroed, STATE_FILE, r"or damaged \(Expecting value: line 1 column 1 \(char 0\)\)"),
+    "no text in a file of ours": (
+        lambda file: file.write_bytes(b"\xff"),
+        STATE_FILE,
+        r"of 1 bytes, .*invalid start byte",
+    ),
     "half a model": (cut, "model.safetensors", "its file `model.safetensors` has"),
     "no random state": (Path.unlink, "rng_state.pth", "its file `rng_state.pth` is missing"),
     "no state of ours": (lambda file: file.write_text("[]"), STATE_FILE, NOT_SAVED),

@@ -157,8 +157,8 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"it has no `{file.name}`, which is written last"
     except OSError as error:
         return {}, f"its `{file.name}` cannot be read ({error})"
-    except ValueError:
-        return {}, f"its `{file.name}`, of {file.stat().st_size} bytes, ends too early"
+    except ValueError as error:
+        return {}, f"its `{file.name}`, of {file.stat().st_size} bytes, is cut off or damaged ({error})"
     return (state, None) if isinstance(state, dict) else ({}, f"its `{file.name}` does not hold what was saved")
 
 
