@@ -245,6 +245,22 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
     assert num_accepted or one in (*REFUSED_IN_PACKS, *ABSENT)
 
 
+@pytest.mark.skipif(of.TENSORS_AND_SHARDS in ABSENT, reason="this version of transformers has no such sizes")
+@pytest.mark.parametrize(
+    "sizes, name",
+    [
+        ({"dp_replicate_size": 2, "fsdp_size": 1}, "dp_replicate_size"),
+        ({"dp_replicate_size": 1, "fsdp_size": 2}, "fsdp_size"),
+        ({"dp_replicate_size": 2, "fsdp_size": 2}, "fsdp_size"),
+    ],
+)
+def test_the_size_beside_tensor_parallelism_is_the_one_that_was_given(sizes, name, tmp_path):
+    """FSDP wraps the layers also if it only replicates them."""
+    model = divided(tp_size=2, dp_size=sizes["dp_replicate_size"] * sizes["fsdp_size"], **sizes)
+    settings = RunSettings(args=config(tmp_path), model=model)
+    assert of.TENSORS_AND_SHARDS.describe(settings) == f"`tp_size` with `{name}` in `DistributedConfig`"
+
+
 def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
     """It must be called so in the help of its field, and in the report of a run with it (`test_report.py`)."""
     labelled = {field.name for field in fields(SFTConfig) if "Experimental" in str(field.metadata.get("help"))}

@@ -448,9 +448,13 @@ def TENSOR_PARALLELISM(settings: RunSettings) -> str | None:
 
 @_make_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
 def TENSORS_AND_SHARDS(settings: RunSettings) -> str | None:
-    # `dp_size` is `fsdp_size` times `dp_replicate_size`, which is 1 if it is not set
-    has_both_sizes = TENSOR_PARALLELISM.describe(settings) and _distributed_size("dp_size")(settings)
-    return "`tp_size` with `fsdp_size` in `DistributedConfig`" if has_both_sizes else None
+    # FSDP wraps the layers if `dp_size` is above 1. It is `fsdp_size` times `dp_replicate_size`, and either may be 1
+    if not (TENSOR_PARALLELISM.describe(settings) and _distributed_size("dp_size")(settings)):
+        return None
+    config = settings.model.config.distributed_config
+    is_only_replicated = getattr(config, "dp_replicate_size", 1) == config.dp_size
+    name = "dp_replicate_size" if is_only_replicated else "fsdp_size"
+    return f"`tp_size` with `{name}` in `DistributedConfig`"
 
 
 @_make_condition("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
