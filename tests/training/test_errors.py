@@ -69,9 +69,18 @@ def test_settings_are_refused_when_the_config_is_made(settings, message, tmp_pat
         config(tmp_path, **settings)
 
 
-def test_configs_of_trl_are_checked_too(tmp_path):
-    args = trl.SFTConfig(str(tmp_path), packing=True, max_length=None, use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="`max_length=None` was given with packing"):
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"max_length": None}, "`max_length=None` was given with packing"),
+        ({"max_length": "512"}, r"`max_length='512'` was given\. It is a text"),
+        ({"assistant_only_loss": "False"}, r"`assistant_only_loss='False'` was given\. Any text counts as true"),
+    ],
+    ids=str,
+)
+def test_configs_of_trl_are_checked_too(settings, message, tmp_path):
+    args = trl.SFTConfig(str(tmp_path), packing=True, use_cpu=True, bf16=False, **settings)
+    with pytest.raises(ValueError, match=message):
         SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
 
 

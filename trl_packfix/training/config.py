@@ -294,6 +294,7 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
         config = object.__new__(SFTConfig)
         defaults = {setting.name: setting.default for setting in fields(SFTConfig)}
         vars(config).update(defaults | vars(args))
+        _refuse_texts(config)
         check_devices(config)
         check_config(config)
         return config
