@@ -84,6 +84,34 @@ def test_configs_of_trl_are_checked_too(settings, message, tmp_path):
         SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("document_weighting", "sequence", r"`document_weighting='sequence'` was given.*no such choice"),
+        ("on_leak", "stop", r"`on_leak='stop'` was given.*no such choice"),
+        ("packing_strategy", "best", r"`packing_strategy='best'` was given.*no such choice"),
+        ("max_length", -3, r"`max_length=-3` was given.*needs two tokens"),
+        ("max_length", None, r"`max_length=None` was given with packing"),
+        ("eval_packing", "no", r"`eval_packing='no'` was given\. Any text counts as true"),
+    ],
+)
+def test_values_that_are_set_after_the_config_was_made_are_checked_too(name, value, message, tmp_path):
+    args = config(tmp_path, packing=True, max_length=64)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=message):
+        SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_config_of_a_padding_free_trainer_makes_another_trainer(tmp_path):
+    """The trainer has set `packing` in its config, whose `max_length` may be None."""
+    args = config(tmp_path, packing=False, padding_free=True, max_length=None)
+    trainer = SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
+    assert trainer.args.packing
+    other = SFTTrainer(build_tiny_model(), trainer.args, train_dataset=TEXTS, processing_class=build_tokenizer())
+    assert other.args.packing_strategy == "minibatch"
+
+
 SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 INPUT = {
     "positions": (

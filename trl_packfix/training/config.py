@@ -288,7 +288,12 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
     if args is None:
         return SFTConfig(default_output_dir)
     if isinstance(args, SFTConfig):
-        return copy.copy(args)
+        # The config was checked when it was made, but values may have been set since. A trainer with `padding_free` has
+        # set `packing` in its own config, which may be given to another trainer, and has no `max_length`
+        config = copy.copy(args)
+        _refuse_texts(config)
+        check_config(config, may_lack_max_length=True)
+        return config
     if isinstance(args, ConfigOfTrl):
         # The values are copied. Constructing a config from them would run `__post_init__` a second time.
         config = object.__new__(SFTConfig)
@@ -347,8 +352,13 @@ def check_precision(args: SFTConfig) -> None:
         )
 
 
-def check_config(args: SFTConfig) -> None:
-    """Refuse settings of packing that are unknown or contradict each other."""
+def check_config(args: SFTConfig, *, may_lack_max_length: bool = False) -> None:
+    """Refuse settings of packing that are unknown or contradict each other.
+
+    Args:
+        args: the config.
+        may_lack_max_length: whether `max_length` may be None with `packing` and the strategy "minibatch".
+    """
     if isinstance(args.packing, str):
         raise ValueError(
             f"`packing={args.packing!r}` was given. TRL takes any text for `True` and packs by `packing_strategy`, "
@@ -372,7 +382,9 @@ def check_config(args: SFTConfig) -> None:
             if getattr(args, name) is not None:
                 check_count(name, getattr(args, name))
         # `padding_free` without `packing` does not limit the tokens of a pack, so it does not need `max_length`
-        needs_max_length = args.packing or args.pad_documents_to_multiple_of is not None
+        is_padding_free = may_lack_max_length and args.packing_strategy == "minibatch"
+        packs_by_length = args.packing and not is_padding_free
+        needs_max_length = packs_by_length or args.pad_documents_to_multiple_of is not None
         if needs_max_length or args.max_length is not None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
