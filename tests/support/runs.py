@@ -32,7 +32,7 @@ def config(folder, config_class=SFTConfig, **kwargs):
 
 # Arguments of trainers; all others are settings of their config
 OF_TRAINERS = "eval_dataset peft_config callbacks compute_metrics compute_loss_func formatting_func".split()
-OF_TRAINERS += ["preprocess_logits_for_metrics"]
+OF_TRAINERS += ["preprocess_logits_for_metrics", "data_collator"]
 
 
 def build_trainer(folder, dataset, model="llama", trainer_class=SFTTrainer, processing_class=None, **kwargs):

@@ -11,6 +11,7 @@ from support.runs import build_trainer, run_training, stock, texts
 from support.versions import evaluates_own_losses, trl_trains
 from torch.nn import functional as F
 from transformers import EarlyStoppingCallback
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTTrainer
 
@@ -59,6 +60,26 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
     assert trainer.evaluate({"train": data})["eval_train_loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert len(trainer._prepare_dataset(data, None, trainer.args, packing, None, "train")) == 23
     assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
+
+
+class Masking(DataCollatorForLanguageModeling):
+    """A collator of the user's, which reads a column of its own: how many first labels are not trained."""
+
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        for labels, example in zip(batch["labels"], examples, strict=True):
+            labels[: example["untrained"]] = -100
+        return batch
+
+
+@pytest.mark.parametrize("eval_packing", [None, True])
+def test_a_collator_that_extends_that_of_trl_makes_the_batches_of_evaluation(eval_packing, tmp_path):
+    data = partly_trained(8).add_column("untrained", [5] * 8)
+    settings = {"eval_dataset": data, "per_device_eval_batch_size": 8}
+    settings |= {"data_collator": Masking(pad_token_id=0), "remove_unused_columns": False}
+    expected = stock(tmp_path, data, **settings).evaluate()["eval_loss"]
+    trainer = build_trainer(tmp_path, data, packing=False, eval_packing=eval_packing, **settings)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_packs_of_an_evaluation_have_the_size_of_its_own_batches(tmp_path):

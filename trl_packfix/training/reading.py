@@ -84,8 +84,11 @@ class TextReading(TrainerPart):
         return TEXT_CONTENT
 
     def can_replace(self, collate: Callable[..., Any]) -> bool:
-        """Return whether `padded_collator` can replace a collator: TRL's collator of text, or one of a subclass."""
-        return isinstance(collate, DataCollatorForLanguageModeling)
+        """Return whether `padded_collator` can replace a collator: it is TRL's own, and not the user's.
+
+        A subclass of TRL's is the user's: it may read other columns of the rows, or change the batch.
+        """
+        return type(collate) is DataCollatorForLanguageModeling
 
     def padded_collator(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """Return the collator of padded batches, which may call TRL's collator `collate`."""
