@@ -227,7 +227,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     gap = gaps[differs][0].item()
     size = sizes[differs][0].item()
     warnings.warn(
-        f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
+        f"The loss of {type(model).__name__} reads a fused LM head, whose log-probabilities differ from those of "
         f"the model's own logits by {gap:.2g} at logits of {size:.2g}. For example, one of them has a scale, a cap, a "
         "bias or a mask that the other leaves out. Pass `compute_loss_func`, which gets the model's own logits, to "
         "train with these.",
