@@ -61,6 +61,21 @@ def test_scores_and_gradients_are_those_of_full_logits(model_type, chunk, monkey
     assert gradient.abs().max() > 0.1
 
 
+def test_a_bias_that_masks_a_token_leaves_the_entropy_a_number():
+    draws = torch.Generator().manual_seed(0)
+    states = torch.randn(1, 3, 4, generator=draws)
+    head = torch.nn.Linear(4, 6)
+    labels = torch.tensor([[1, 2, -100]])
+    smaller = torch.nn.Linear(4, 5)
+    with torch.no_grad():
+        head.bias[5] = -float("inf")
+        smaller.weight.copy_(head.weight[:5])
+        smaller.bias.copy_(head.bias[:5])
+    entropy, expected = (lm_head._compute_scores(layer, states, labels, 1.0, None).entropy for layer in (head, smaller))
+    assert torch.allclose(entropy, expected)
+    assert expected[0, :2].min() > 0
+
+
 def test_other_calls_are_as_before():
     model = model_of("llama")
     ids, labels = labels_of(model)

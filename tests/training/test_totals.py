@@ -225,3 +225,15 @@ def test_scores_are_those_of_each_next_token(num_virtual):
     assert torch.allclose(scores.entropy, entropy)
     assert torch.equal(scores.is_top1, is_top1)
     assert torch.equal(scores.label_mask, labels_of_row[:, 1:] != -100)
+
+
+def test_a_token_that_the_model_masks_adds_nothing_to_the_entropy():
+    """A mask of the vocabulary sets the logits of some tokens to -inf, and 0 * -inf is not a number."""
+    logits = torch.randn(1, 4, 7, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[0, 1, 2, 3]])
+    expected = scores_of(logits[..., :4], labels)
+    logits[..., 4:] = -float("inf")
+    scores = scores_of(logits, labels)
+    assert torch.allclose(scores.entropy, expected.entropy)
+    assert torch.allclose(scores.log_probs, expected.log_probs)
+    assert expected.entropy.min() > 0

@@ -264,6 +264,15 @@ def _compute_scores(head: Any, states: Tensor, labels: Tensor, scale: float, sof
     return TokenScores(log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask)
 
 
+def entropies(log_probs: Tensor) -> Tensor:
+    """Return the entropies of distributions, (...), from log-probabilities (..., V), which it changes in place.
+
+    A token that a mask excludes has the log-probability -inf. It adds nothing, and 0 * -inf would not be a number.
+    """
+    probabilities = log_probs.exp()
+    return -(probabilities * log_probs.clamp_(min=torch.finfo(log_probs.dtype).min)).sum(-1)
+
+
 class _ScoredLabels(torch.autograd.Function):
     """An autograd function from states (T, H) to the log-probability, the entropy and is_top1 of labels (T,).
 
@@ -289,8 +298,8 @@ class _ScoredLabels(torch.autograd.Function):
         for rows, logits in _logit_chunks(ctx, states, weight.to(ctx.dtype), bias=bias):
             target = labels[rows, None]
             log_probs = logits.log_softmax(-1)
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
-            chunk_scores.append((log_probs.gather(1, target)[:, 0], entropy, logits.argmax(-1) == target[:, 0]))
+            label_log_probs = log_probs.gather(1, target)[:, 0]
+            chunk_scores.append((label_log_probs, entropies(log_probs), logits.argmax(-1) == target[:, 0]))
         log_probs, entropy, is_top1 = (torch.cat(chunks) for chunks in zip(*chunk_scores, strict=True))
         ctx.mark_non_differentiable(entropy, is_top1)
         return log_probs, entropy, is_top1

@@ -29,7 +29,7 @@ from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
 from ..group import Group
 from ..layout import Sizes, Targets
-from .lm_head import TokenScores
+from .lm_head import TokenScores, entropies
 
 OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
 """Sums over micro-batches, to which `TrainingTotals.add_batch` adds. They are right for any loss."""
@@ -404,6 +404,6 @@ def scores_of(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None
     log_probs = F.log_softmax(logits, dim=-1)
     mask = shift_labels != IGNORE_INDEX
     loss = F.nll_loss(log_probs.transpose(1, 2), shift_labels, ignore_index=IGNORE_INDEX, reduction="none")
-    entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
+    entropy = entropies(log_probs) * mask
     is_top1 = (logits.argmax(-1) == shift_labels) & mask
     return TokenScores(log_probs=-loss, entropy=entropy, is_top1=is_top1, label_mask=mask)
