@@ -97,6 +97,18 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
         check_amplitude(torch.stack(noise), lengths[place])
 
 
+def test_a_forward_inside_another_leaves_the_rows_of_the_other_as_they_are():
+    """An unpacked model embeds its longest document, then a hook runs the model again, then the others are embedded."""
+    model = build_tiny_model().train()
+    noise = DocumentNoise(model, ALPHA)
+    batch = PackedDataCollator()([{"input_ids": [5] * length} for length in (4, 100)])
+    noise._push_documents(model, (), batch)
+    noise._add_noise(model, (), torch.zeros(1, 100, 32))
+    noise._push_documents(model, (), batch)
+    noise._pop_documents(model, (), None)
+    check_amplitude(noise._add_noise(model, (), torch.zeros(1, 4, 32)), 4)
+
+
 @pytest.mark.parametrize("has_images", [False, True])
 def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(has_images):
     """Ranks of a group have one seed: without their own generators, equal places would get equal noise.

@@ -6,6 +6,7 @@ is one row of several documents, so the length of the row would give a wrong amp
 *unpacked*: then it computes the documents of a pack as rows of a padded batch.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ from transformers import PreTrainedModel
 from ..attention.forwards import ModelHooks
 from ..group import Group
 from ..layout import layout_of
+
+
+@dataclass
+class _RunningDocuments:
+    """The documents of a running forward."""
+
+    lengths: Tensor  # (N,)
+    document_of_token: Tensor  # (1, T)
+    group: Group  # the ranks that share the pack
+    num_rows: int = 0  # rows that an unpacked model has embedded so far
 
 
 class DocumentNoise(ModelHooks):
@@ -39,11 +50,8 @@ class DocumentNoise(ModelHooks):
         self.model = model
         self.alpha = alpha
         self.embeds_longest_first = embeds_longest_first
-        # A stack with an entry for each running forward: the lengths of its documents, (N,); the index of the document
-        # of each token, (1, T); and the ranks that share the pack. An entry is None if the batch has no boundaries of
-        # documents.
-        self._running: list[tuple[Tensor, Tensor, Group] | None] = []
-        self._num_rows = 0  # rows that an unpacked model has embedded so far in the latest forward
+        # A stack with an entry for each running forward. An entry is None if the batch has no boundaries of documents.
+        self._running: list[_RunningDocuments | None] = []
 
     def _register(self) -> list[RemovableHandle]:
         """Register the hooks on the model and on its embeddings, and return their handles."""
@@ -58,8 +66,7 @@ class DocumentNoise(ModelHooks):
         """Remember the documents of a forward that begins."""
         bounds = kwargs.get("cu_seq_lens_q")
         group = layout_of(kwargs).group  # the ranks that share the pack
-        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], group))
-        self._num_rows = 0
+        self._running.append(None if bounds is None else _RunningDocuments(bounds.diff(), kwargs["seq_idx"], group))
 
     def _pop_documents(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """Forget the documents of a forward that ends."""
@@ -71,11 +78,11 @@ class DocumentNoise(ModelHooks):
         running = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output
-        lengths, document_of_token, group = running
+        lengths = running.lengths
         # There are two cases. A pack is embedded as one row: `length` has the length of the document of each token,
         # (1, T). An unpacked model embeds each document as a row: `length` has the length of each row, (B, 1)
-        if output.shape[:2] == document_of_token.shape:
-            length = lengths[document_of_token]
+        if output.shape[:2] == running.document_of_token.shape:
+            length = lengths[running.document_of_token]
         else:
             # Empty documents only make the number of documents constant. With images each of them is a row of padding,
             # and the limit avoids a division by 0. Without images they are no rows
@@ -84,15 +91,15 @@ class DocumentNoise(ModelHooks):
                 row_lengths = lengths[lengths > 0].sort(descending=True).values
             # Each call embeds the rows behind those of the call before. If a model embeds all rows once more in a
             # forward, they begin again with the first one
-            first_row = self._num_rows % len(row_lengths)
-            self._num_rows += len(output)
+            first_row = running.num_rows % len(row_lengths)
+            running.num_rows += len(output)
             length = row_lengths[first_row : first_row + len(output), None]
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()
         generator = None
-        if not group.is_alone:
+        if not running.group.is_alone:
             # All ranks of a group draw the same seed. It is drawn on the host, so that it need not be copied from the
             # device.
             seed = int(torch.randint(2**62, ()))
-            generator = torch.Generator(output.device).manual_seed(seed + group.rank)
+            generator = torch.Generator(output.device).manual_seed(seed + running.group.rank)
         noise = torch.empty_like(output).uniform_(-1, 1, generator=generator)
         return output + noise * amplitude.to(output.dtype).unsqueeze(-1)
