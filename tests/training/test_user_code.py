@@ -5,6 +5,8 @@ Accumulation is 3, and the last step of the epoch has fewer micro-batches, so a 
 """
 
 import copy
+import inspect
+from functools import partial
 from math import isfinite
 
 import numpy as np
@@ -29,7 +31,7 @@ from support.runs import (
     tokenised,
     weights,
 )
-from support.user_code import USER_CODE, with_mean, with_step, with_teacher
+from support.user_code import USER_CODE, with_mean, with_step, with_sum, with_teacher
 from support.versions import trl_trains
 from transformers import TrainerCallback
 
@@ -240,6 +242,48 @@ def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path
     trainer = build_trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
     trainer.teacher = build_tiny_model("llama", seed=9).eval()
     trainer.token_weights = torch.nn.Embedding(300, 1)
+    assert isfinite(trainer.train().training_loss)
+
+
+def test_a_loss_of_the_users_own_trains_in_bfloat16(tmp_path):
+    """With `bf16`, the default of TRL, accelerate puts an object that is no function around the model's forward."""
+    settings = {"trainer_class": with_sum(SFTTrainer), "bf16": True} | SEVERAL
+    trainer = run_training(tmp_path, documents(), **settings)
+    assert type(inspect.unwrap(trainer.model_wrapped.forward, stop=is_no_function)).__name__ == "ConvertOutputsToFp32"
+    assert isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+def is_no_function(value):
+    return not inspect.isroutine(value)
+
+
+def as_partial(model):
+    model.forward = partial(type(model).forward, model)
+
+
+def with_an_empty_cell(model):
+    forward = model.forward
+
+    def forward_or_default(*args, **kwargs):
+        return forward(*args, **kwargs) if args or kwargs else default_output
+
+    if forward is None:
+        default_output = None
+    model.forward = forward_or_default
+
+
+@pytest.mark.parametrize("replace_forward", [as_partial, with_an_empty_cell])
+def test_a_teacher_with_a_forward_of_its_own_gets_single_documents(replace_forward, tmp_path):
+    class Alone(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            with torch.no_grad():
+                for tokens in inputs["input_ids"].split(inputs["cu_seq_lens_q"].diff().tolist(), dim=1):
+                    self.teacher(input_ids=tokens)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    trainer = build_trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
+    trainer.teacher = build_tiny_model("llama", seed=9).eval()
+    replace_forward(trainer.teacher)
     assert isfinite(trainer.train().training_loss)
 
 

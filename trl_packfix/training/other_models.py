@@ -10,7 +10,7 @@ of a module, and only in steps that the user's code computes.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def _check_own_weights(model: PreTrainedModel) -> None:
     while function is not None:  # look into the functions that this function wraps, too
         function = getattr(function, "__func__", function)
         # The objects whose bound methods are in the closure
-        owners = [getattr(cell.cell_contents, "__self__", None) for cell in function.__closure__ or ()]
+        owners = [getattr(value, "__self__", None) for value in _closure_values(function)]
         if any(isinstance(owner, PreTrainedModel) and owner is not model for owner in owners):
             raise ValueError(
                 f"A deep copy of a {type(model).__name__} was called in a training step. TRL had replaced the "
@@ -96,6 +96,13 @@ def _check_own_weights(model: PreTrainedModel) -> None:
                 "`trl_packfix.prepare_for_packing(copy)`."
             )
         function = getattr(function, "__wrapped__", None)
+
+
+def _closure_values(function: Any) -> Iterator[object]:
+    """Yield the values in the closure of a function; none for a callable object, as accelerate's with `bf16`."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # the cell is empty: its variable is not set yet
+            yield cell.cell_contents
 
 
 @contextmanager
