@@ -301,6 +301,12 @@ BAD_WHERE_READ = {
     "many": (MANY, {"source_column": "id"}, rf"more than {MAX_SOURCES} different values \(row \d+, "),
     "weight": (*column("weight_column", BAD), r"first are \[5, 6.*row 5 holds -2.0.*rows are counted from number 0"),
     "unpacked": (*column("weight_column", BAD, packing=False), r"row 5 of the train stream holds -2.0.*of 0 or more"),
+    "booleans": (
+        *column("weight_column", [True] * NUM, packing=False),
+        r"row 0 of the train stream holds True.*number",
+    ),
+    "infinite in a batch": (*column("weight_column", [1e39] * NUM, packing=False), r"row 0 of .* holds 1e\+39"),
+    "packed booleans": (*column("weight_column", [True] * NUM), r"has type bool \(row 0 holds 'True'\).*is a number"),
 }
 
 
@@ -350,6 +356,7 @@ REFUSED = {
     "infinite": (*column("weight_column", [float("inf")] + [1.0] * 23), r"\[0\], and row 0 holds inf"),
     "missing": (*column("weight_column", [1.0, None] * 12), r"12 of 24 rows .*row 1 holds None"),
     "a string": (*column("weight_column", ["0.5"] * NUM), r"this column has type string \(row 0 holds '0.5'\).*number"),
+    "booleans": (*column("weight_column", [True] * NUM), r"this column has type bool \(row 0 holds 'True'\).*number"),
     "all 0": (*column("weight_column", [0.0] * NUM), r"all 24 rows of the train dataset have weight 0"),
     "floats": (*column("source_column", [0.5] * NUM), r"`source_column='share'` was given.*has type double"),
     "a list": (ROWS, {"source_column": "labels"}, r"has type list<.*names? that many rows share|type list"),

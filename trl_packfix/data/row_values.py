@@ -33,6 +33,7 @@ from .rank_share import RankShare
 WEIGHTS = "document_weights"
 SOURCES = "document_sources"
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
+MAX_WEIGHT = torch.finfo(DTYPES[WEIGHTS]).max  # larger weights become infinite in a batch
 # Types of a column of sources
 _SOURCE_TYPES = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
 MAX_SOURCES = 100  # each source adds two numbers to every log entry
@@ -130,11 +131,13 @@ def check_row_values(
     """
     # Without a column, check a value that passes
     weight = 0 if weight_column is None else row.get(weight_column)
-    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+    # As in a table, a boolean is no number
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(
             f"`weight_column={weight_column!r}` was given, and row {index} of the {name} stream holds {weight!r}. A "
-            "weight multiplies a loss: a negative one would train away from the row, and NaN or infinity would spoil "
-            "the whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
+            "weight multiplies a loss, so it is a number; a negative one would train away from the row, and NaN or "
+            "infinity would spoil the whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the "
+            "row."
         )
     source = "" if source_column is None else row.get(source_column)
     if not isinstance(source, str | int):
