@@ -410,6 +410,8 @@ def test_turns_of_a_file_of_lengths_are_not_known(tmp_path, capsys):
         ("<think>\n\n</think>\n\n  yes", "  yes", "<think>\n\n</think>\n\n"),  # its own spaces are trained
         ("<think>\n\n</think>\n\nSay: yes", "yes", "<think>\n\n</think>\n\n"),  # what the template adds is trained
         ("<think>\n\n</think>\n\n<tool_call>", "", "<think>\n\n</think>\n\n"),
+        ("<think>\n\n</think>\n\nthink", "think", "<think>\n\n</think>\n\n"),  # the answer is a part of the block
+        ("</think>\n\n>", ">", "</think>\n\n"),
         ("<think>\n\n</think>\n\nyes", "<think>\n\n</think>\n\nyes", ""),  # the user's own block
         ("yes</think>", "yes</think>", ""),
     ],

@@ -185,8 +185,9 @@ class TurnRule:
         if self.train_empty_thinking or block is None or EMPTY_THINKING.match(content):
             return span
         # The match ends with white space behind the block. If the content begins with white space, the turn begins
-        # there
-        content_start = text.find(content, *span) if content.strip() else -1
+        # there. The content is looked for behind the last tag, because a content such as "think" is in the tags, too
+        tags_end = block.start() + len(block[0].rstrip())
+        content_start = text.find(content, tags_end, span[1]) if content.strip() else -1
         turn_start = min(block.end(), content_start) if content_start >= 0 else block.end()
         return (turn_start, span[1])
 
