@@ -632,6 +632,14 @@ def test_a_function_of_the_user_gets_a_copy_of_each_row():
     assert json.dumps(rows) == before
 
 
+@pytest.mark.parametrize("content", [9, 0, 2.5, True])
+def test_a_number_as_content_beside_images_hides_no_text_of_its_row(content):
+    rows = [messages(turn("developer", "Be brief"), ASK, call(), turn("tool", content), OK, images=[])]
+    stream = IterableDataset.from_generator(lambda: iter(rows))  # a table would need one type for all contents
+    (finding,) = [found for found in prove(stream, tokenizer_with("qwen3")).findings if "developer" in found.what]
+    assert finding.example == "Be brief"
+
+
 @pytest.mark.parametrize("num_rows, is_seen", [(100, True), (101, False)])
 def test_the_first_rows_of_a_stream_are_read(num_rows, is_seen):
     rows = [messages(ASK, OK)] * (num_rows - 1) + [CASES["developer"].row]

@@ -186,7 +186,7 @@ class KindReader:
                 if control is not None and isinstance(value, str) and control.search(value):
                     kinds.add((CONTROL, role, ""))
                 if self.placeholder:
-                    is_plain_content = path.startswith("content") and holder is message
+                    is_plain_content = path.startswith("content") and holder is message and isinstance(value, str)
                     if is_plain_content and self.placeholder in value:
                         kinds.add((PLACEHOLDER_FOUND, "", ""))
                 # A prompt is not trained, so numbers of its messages, such as `weight=0`, do not matter
