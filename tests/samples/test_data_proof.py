@@ -640,6 +640,19 @@ def test_a_number_as_content_beside_images_hides_no_text_of_its_row(content):
     assert finding.example == "Be brief"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        messages(ASK, call(), turn("tool", 0), OK),
+        {"conversations": sharegpt(("human", "Hi"), ("tool", 0), ("gpt", "Yes"))},
+    ],
+)
+def test_a_content_of_0_is_no_key_that_excludes_a_message(row):
+    report = prove(IterableDataset.from_generator(lambda: iter([row])), tokenizer_with("qwen3"))
+    assert report.num_rendered == 1
+    assert not [finding for finding in report.findings if "0, which is not read" in finding.what]
+
+
 @pytest.mark.parametrize("num_rows, is_seen", [(100, True), (101, False)])
 def test_the_first_rows_of_a_stream_are_read(num_rows, is_seen):
     rows = [messages(ASK, OK)] * (num_rows - 1) + [CASES["developer"].row]

@@ -242,6 +242,8 @@ def _locations_in_message(message: Message) -> list[Location]:
         if isinstance(value, str):
             _add_text(message, key, locations)
         elif isinstance(value, bool | int | float):
+            if key == "content" or (key == "value" and "from" in message):
+                continue  # what a tool returned is no setting of the message, as `weight=0` is
             # 0 and 1 have paths of their own: under a key such as `weight` they say whether a message is trained
             locations.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
         elif MEDIA.match(key):
