@@ -177,6 +177,13 @@ def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
         planner([5, 6], 64, 16, max_length=256)
 
 
+@pytest.mark.parametrize("ranks, heads, helps", [(6, 8, True), (6, None, True), (6, 2, False), (64, 2, False)], ids=str)
+def test_more_ranks_are_advised_only_if_the_model_has_a_head_for_each(ranks, heads, helps):
+    with pytest.raises(ValueError, match=r"needs a group of 4 ranks.*Set `max_length` to 32 or less") as refused:
+        possible_degrees(64, 16, ranks, num_heads=heads)
+    assert ("train on a multiple of 4 ranks" in str(refused.value)) == helps
+
+
 def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
     lengths = [*np.random.default_rng(0).integers(2, 12, 120).tolist(), 60, 50, 64, 33]
     reader = TokenReader(Dataset.from_dict({"input_ids": [[i] * n for i, n in enumerate(lengths)]}))

@@ -66,12 +66,14 @@ def possible_degrees(
     needed = smallest_degree(max_length, tokens_per_rank)
     if needed > degrees[-1]:
         reason = f"the model has {heads} attention heads" if divisor > heads else f"there are {world_size} ranks"
+        remedies = "or raise `tokens_per_rank`"
+        if num_heads is None or needed <= num_heads:  # with fewer heads, more ranks would not help
+            remedies = f"raise `tokens_per_rank`, or train on a multiple of {needed} ranks"
         raise ValueError(
             f"`max_length={max_length}` was given with `tokens_per_rank={tokens_per_rank}` on {world_size} ranks. A "
             f"document of that length needs a group of {needed} ranks, and {reason}, so groups have at most "
             f"{degrees[-1]}: their size is a power of two that divides the number of ranks, with a head for each rank. "
-            f"Set `max_length` to {degrees[-1] * tokens_per_rank} or less, raise `tokens_per_rank`, or train on a "
-            f"multiple of {needed} ranks."
+            f"Set `max_length` to {degrees[-1] * tokens_per_rank} or less, {remedies}."
         )
     return degrees
 
