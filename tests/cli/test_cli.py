@@ -194,6 +194,19 @@ def test_what_cannot_be_done_is_exit_code_2(words, refused, monkeypatch, capsys)
     assert not Path("new").exists()
 
 
+def test_ids_of_rows_that_a_fraction_leaves_out_are_not_refused(tmp_path, monkeypatch, output_of):
+    monkeypatch.chdir(tmp_path)
+    Dataset.from_dict({"input_ids": [[5, 6], [7, 8], [-1, 9]]}).save_to_disk("below")
+    Dataset.from_dict({"input_ids": [[5, 6], [7, 8]]}).save_to_disk("good")
+    config = "datasets: [{{path: below, fraction: {}}}, {{path: good, fraction: 1}}]\nmax_length: 8\n"
+    Path("half.yaml").write_text(config.format(1))
+    Path("all.yaml").write_text(config.format(1.5))
+    assert "4 documents" in output_of("plan", "--config", "half.yaml")
+    assert "Row 2 of the dataset of 5 rows has token ids from -1 to 9" in output_of(
+        "plan", "--config", "all.yaml", code=2
+    )
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -120,7 +120,7 @@ INPUT = {
     ),
     "negative id": (
         {"dataset": Dataset.from_dict({"input_ids": [[-1, 6], [7, 30]]})},
-        r"Row 0 of the train dataset has token ids from -1 to 30",
+        r"Row 0 of the train dataset has token ids from -1 to 6, and the model has 300",  # of row 0, not of row 1
     ),
     "missing mask": (
         {"dataset": tokenised(attention_mask=[[1, 1, 1], None])},
@@ -170,7 +170,7 @@ PREPARED = {
     "vocabulary": (
         Dataset.from_dict({"input_ids": [[5, 6], [7, 300]]}),
         {},
-        "Row 1 of the {} dataset has token ids from 5 to 300, and the model has 300 embeddings.*resize",
+        "Row 1 of the {} dataset has token ids from 7 to 300, and the model has 300 embeddings.*resize",
     ),
     "padding": (
         tokenised(attention_mask=[[1] * 3, [1, 1, 0]]),

@@ -118,25 +118,35 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
     check_not_padded(dataset, name)
     if vocab_size is None:
         return
-    low, high = cached_token_range(reader)
-    if low < 0 or high >= vocab_size:
-        # The range is of the whole table, so these ids may be in rows that the dataset does not select. Then `row` is
-        # None
-        row = reader.first_row_outside(0, vocab_size)
-        if row is not None:
-            raise ValueError(
-                f"Row {row} of the {name} dataset has token ids from {low} to {high}, and the model has {vocab_size} "
-                f"embeddings. Ids must be from 0 to {vocab_size - 1}. Tokenise with the tokenizer of this model, or "
-                "resize its embeddings."
-            )
+    outside = _first_ids_outside(reader, vocab_size)
+    if outside is not None:
+        row, low, high = outside
+        raise ValueError(
+            f"Row {row} of the {name} dataset has token ids from {low} to {high}, and the model has {vocab_size} "
+            f"embeddings. Ids must be from 0 to {vocab_size - 1}. Tokenise with the tokenizer of this model, or "
+            "resize its embeddings."
+        )
 
 
 def check_id_range(dataset: Dataset) -> None:
     """Refuse token ids that no vocabulary has: below 0, or `MAX_VOCABULARY` and above."""
-    low, high = cached_token_range(TokenReader(dataset.select_columns("input_ids")))
-    if low < 0 or high >= MAX_VOCABULARY:
+    outside = _first_ids_outside(TokenReader(dataset.select_columns("input_ids")), MAX_VOCABULARY)
+    if outside is not None:
+        row, low, high = outside
         raise ValueError(
-            f"The dataset of {len(dataset)} rows has token ids from {low} to {high}. Ids are rows of the embedding of "
-            f"a model, so they begin with 0, and no vocabulary has {MAX_VOCABULARY:,} of them. Correct the column "
-            "`input_ids`; with `--model` ids are compared with those of its tokenizer."
+            f"Row {row} of the dataset of {len(dataset)} rows has token ids from {low} to {high}. Ids are rows of the "
+            f"embedding of a model, so they begin with 0, and no vocabulary has {MAX_VOCABULARY:,} of them. Correct "
+            "the column `input_ids`; with `--model` ids are compared with those of its tokenizer."
         )
+
+
+def _first_ids_outside(reader: TokenReader, vocab_size: int) -> tuple[int, int, int] | None:
+    """Return the first row with a token id outside [0, vocab_size), with its smallest and its largest token id."""
+    # The range is of the whole table, so the ids outside may be in rows that the dataset does not select. Then `row` is
+    # None
+    low, high = cached_token_range(reader)
+    row = reader.first_row_outside(0, vocab_size) if low < 0 or high >= vocab_size else None
+    if row is None:
+        return None
+    ids = reader.read(row, 0, int(reader.lengths[row]))["input_ids"]
+    return row, int(ids.min()), int(ids.max())
