@@ -610,6 +610,13 @@ def test_no_row_ends_the_proof(name, per_turn):
         assert (report.num_untried == 0) == is_tried
 
 
+@pytest.mark.parametrize("name", ["enable(", "m.c.ntent"])
+def test_a_template_argument_whose_name_is_a_pattern_is_not_read(name):
+    rows = [messages(ASK, OK, chat_template_kwargs={name: True})]
+    (finding,) = prove(rows, tokenizer_of("printing")).findings
+    assert finding.what == f"have `{name}` in `chat_template_kwargs`, which the chat template does not read"
+
+
 def test_a_function_of_the_user_that_raises_does_not_end_the_proof():
     def formatted(row):  # it looks at a text, so that this text cannot be marked
         return row["instruction"] + {"3": "three"}[row["output"]]

@@ -322,7 +322,7 @@ class _Proof:
         template = str(template_of(self.rendering.tokenizer, arguments))
         parameters = inspect.signature(type(self.rendering.tokenizer).apply_chat_template).parameters
         self.unread_arguments |= {
-            name for name in arguments if name not in parameters and not re.search(rf"\b{name}\b", template)
+            name for name in arguments if name not in parameters and not re.search(rf"\b{re.escape(name)}\b", template)
         }
 
     def _note_badly_written_values(self, values: list[tuple[str, Any]], text: str) -> None:
