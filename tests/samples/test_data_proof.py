@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from trl_packfix import check_data
 from trl_packfix.samples import text_kinds
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.data_proof import prove_data
+from trl_packfix.samples.data_proof import _Proof, prove_data
 from trl_packfix.samples.rendering import Rendering
 from trl_packfix.samples.turns import TurnRule
 
@@ -582,6 +582,12 @@ BAD = {
         True,
         True,
     ),
+    "a function that is a text": (
+        [messages(ASK, OK | {"tool_calls": [{"type": "function", "function": "f"}]})],
+        PLAIN.replace("+ m.content +", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '') +"),
+        True,
+        True,
+    ),
     "bytes": ([messages(ASK, OK, image_bytes=b"abc")], None, True, True),
     "many turns": ([{"messages": TOO_MANY}], None, True, True),
     "marks of ours": ([messages(user("zq0x zq1x"), OK)], None, True, False),
@@ -615,6 +621,16 @@ def test_a_template_argument_whose_name_is_a_pattern_is_not_read(name):
     rows = [messages(ASK, OK, chat_template_kwargs={name: True})]
     (finding,) = prove(rows, tokenizer_of("printing")).findings
     assert finding.what == f"have `{name}` in `chat_template_kwargs`, which the chat template does not read"
+
+
+def test_a_row_whose_texts_are_counted_is_counted_as_rendered(monkeypatch):
+    def raises(*args):
+        raise RuntimeError("as an unforeseen value may")
+
+    monkeypatch.setattr(_Proof, "_note_roles_and_arguments", raises)
+    report = prove([CASES["developer"].row], tokenizer_with("qwen3"))
+    assert report.findings, "its texts are counted"
+    assert report.num_rendered == 1
 
 
 def test_a_function_of_the_user_that_raises_does_not_end_the_proof():

@@ -184,6 +184,7 @@ class _Proof:
         A row that cannot be rendered is bad, and is refused or dropped when samples are made. A row whose texts would
         need more marks than `MOST_MARKS` allows is not rendered either.
         """
+        num_before = self.num_rendered
         try:
             raw_row = self.row_kinds.rows[row_index]
             row = without_nulls(raw_row, self.structs)
@@ -197,13 +198,13 @@ class _Proof:
             if not self._mark_and_count(conversation, text):
                 for i in range(min(num_marks, MAX_TRIED_PER_ROW)):
                     self._mark_and_count(conversation, text, only=i)
+            self.num_rendered += 1  # already here, because its texts are counted, whatever an error below leaves out
             self._replace_constants_and_count(conversation, text)
             self._note_roles_and_arguments(conversation, text)
             self._note_copied_and_null_columns(raw_row, row, conversation, text=text)
         except Exception:  # the proof must never end a training run that could tokenise the row
-            return False
-        self.num_rendered += 1
-        return True
+            pass
+        return self.num_rendered > num_before
 
     def _note_copied_and_null_columns(
         self, raw_row: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
@@ -315,7 +316,9 @@ class _Proof:
         values = [("content", message.get("content")) for message in messages]
         calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
         for call in calls:  # a call may have its name and arguments without `function` around them
-            values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
+            function = call.get("function")
+            arguments_of_call = (function if isinstance(function, dict) else call).get("arguments")
+            values += [("tool_calls", call), ("tool_calls", arguments_of_call)]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
         self._note_badly_written_values(values, text)
         # An argument is read if it is a parameter of the method that renders, or if its name is in the template
