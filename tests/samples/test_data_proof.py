@@ -24,6 +24,7 @@ from trl_packfix import check_data
 from trl_packfix.samples import text_kinds
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.data_proof import _Proof, prove_data
+from trl_packfix.samples.data_report import DataReport
 from trl_packfix.samples.rendering import Rendering
 from trl_packfix.samples.turns import TurnRule
 
@@ -565,6 +566,12 @@ def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     assert (
         "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 row rendered)" in capsys.readouterr().out
     )
+
+
+def test_the_line_of_a_report_claims_nothing_of_texts_that_were_not_tried():
+    line = DataReport("train", 12, num_kinds=3, num_rendered=2, num_untried=1).line()
+    assert line.startswith("every text that was tried of 12 rows is in the tokens once (")
+    assert line.endswith("; 1 kind not tried)")
 
 
 # Rows that may be anything

@@ -105,12 +105,13 @@ class DataReport:
         rows = f"{'the first ' if self.of_stream else ''}{count_of(self.num_rows, 'row')}"
         counts = f"{count_of(self.num_kinds, 'kind')} of texts, {count_of(self.num_rendered, 'row')} rendered"
         counts += f"; {count_of(self.num_untried, 'kind')} not tried" if self.num_untried else ""
-        # At least one kind must have been tried. If others were not, `counts` says how many
+        # At least one kind must have been tried. Nothing is claimed of the others, of which `counts` tells the number
         is_proved = self.complete and self.num_rendered and self.num_untried < self.num_kinds
+        tried = " that was tried" if self.num_untried else ""
         if not self.num_kinds:
             text = f"{rows} of plain text"
         elif is_proved:
-            text = f"every text of {rows} is in the tokens once ({counts})"
+            text = f"every text{tried} of {rows} is in the tokens once ({counts})"
         else:
             text = f"{rows} ({counts})"
         clauses = [f"{count_of(finding.num_rows, 'row')} {finding.predicate}" for finding in self.findings]
