@@ -338,7 +338,7 @@ def _split_documents(
         The fragments as documents, in the order of the documents.
     """
     last_fragment = np.cumsum(num_fragments) - 1
-    fragment_stop = np.append(fragment_start[1:], 0)
+    fragment_stop = np.append(fragment_start, 0)[1:]  # as many as `fragment_start`, also if there are none
     fragment_stop[last_fragment] = spans.lengths
     document_start = np.repeat(spans.start, num_fragments)
     row = np.repeat(spans.row, num_fragments)

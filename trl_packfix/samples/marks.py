@@ -30,7 +30,8 @@ def with_marks(conversation: Conversation, only: int | None = None) -> tuple[Con
 
     Args:
         conversation: The conversation, which is not changed.
-        only: Index of the one text to mark, among the texts of the conversation in order; None marks all.
+        only: Index of the one text to mark, among the texts of the conversation in order; None marks all. Those that
+            cannot be marked, such as booleans, count, too: for their index no mark is made.
     """
     marked = copy_texts(conversation)
     marks: Marks = {}
