@@ -268,6 +268,9 @@ FILES = {  # the config file -> the message
     "datasets: [{path: one.jsonl}]\ntest_split_size: 5.5": "`test_split_size: 5.5` was given",
     "datasets: [{path: one.jsonl}, {path: ./one.jsonl}]\ntest_split_size: 0.25": "`one.jsonl` is listed 2 times in",
     "datasets: [{path: one.jsonl, fraction: 1}, {path: two.jsonl}]": "`fraction` was given for 1 of 2 datasets",
+    "datasets: [{path: one.jsonl, fraction: 0}]": "`fraction` was given as 0 for the datasets",
+    "datasets: [{path: one.jsonl, fraction: 2}, {path: two.jsonl, fraction: -1}]": "`fraction` was given as 2, -1 for",
+    "datasets: [{path: one.jsonl, fraction: .nan}]": "`fraction` was given as nan for the datasets",
 }
 USELESS = [([*MODEL, *DATA, *words.split()], None, message) for words, message in FLAGS.items()]
 USELESS += [(["--config=run.yaml"], text, message) for text, message in FILES.items()]

@@ -7,6 +7,7 @@ one table. With `source_column` each row gets the name of its dataset, so that l
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -62,6 +63,14 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                 "one dataset. Write an entry `- path: ...` for each, or set `dataset_name` instead."
             )
         self.datasets = [_make_entry(entry) for entry in self.datasets]
+        fractions = [source.fraction for source in self.datasets if source.fraction is not None]
+        # A comparison with NaN is false, so NaN is refused
+        if fractions and not (all(0 <= fraction < inf for fraction in fractions) and any(fractions)):
+            raise ValueError(
+                f"`fraction` was given as {', '.join(map(str, fractions))} for the datasets of a mixture. Fractions "
+                "are divided by their sum, which gives the share of each dataset, so none is below 0 and one is above "
+                "0. Set each to a number above 0, or remove datasets without a share."
+            )
         counts = Counter(source.identity for source in self.datasets)
         if self.test_split_size is not None and len(counts) < len(self.datasets):
             repeated = max(self.datasets, key=lambda source: counts[source.identity])
