@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from support.models import build_tiny_model, build_tokenizer
 from support.paths import ROOT
 from trl import DatasetMixtureConfig, ModelConfig, get_dataset
@@ -267,6 +267,7 @@ FILES = {  # the config file -> the message
     "datasets: [{path: one.jsonl, split: dev}]": "`split: dev` was given with `one.jsonl`",
     "datasets: [{path: one.jsonl}]\ntest_split_size: 5.5": "`test_split_size: 5.5` was given",
     "datasets: [{path: one.jsonl}, {path: ./one.jsonl}]\ntest_split_size: 0.25": "`one.jsonl` is listed 2 times in",
+    "datasets: [{path: one.jsonl}]\ntest_split_size: 0.25\nstreaming: true": "`test_split_size: 0.25` was given with",
     "datasets: [{path: one.jsonl, fraction: 1}, {path: two.jsonl}]": "`fraction` was given for 1 of 2 datasets",
     "datasets: [{path: one.jsonl, fraction: 0}]": "`fraction` was given as 0 for the datasets",
     "datasets: [{path: one.jsonl, fraction: 2}, {path: two.jsonl, fraction: -1}]": "`fraction` was given as 2, -1 for",
@@ -404,6 +405,25 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
         mixture += [{"path": "json", "data_files": "two.jsonl", "fraction": two}]
         ours = load_mixture(MixtureConfig([dict(entry) for entry in mixture]), seed=0)["train"]["text"]
         assert ours == get_dataset(DatasetMixtureConfig(mixture))["train"]["text"]
+
+
+def test_a_mixture_of_files_is_streamed(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    entries = [{"path": "one.jsonl"}, {"path": "json", "data_files": "two.jsonl"}]
+    table, stream = (
+        load_mixture(MixtureConfig([dict(entry) for entry in entries], streaming=streaming), seed=0)["train"]
+        for streaming in (False, True)
+    )
+    assert isinstance(stream, IterableDataset)
+    assert [row["text"] for row in stream] == table["text"]
+    assert len(table) == 28
+
+
+def test_a_mixture_that_is_streamed_in_training_is_planned_as_a_table(workplace, monkeypatch, printed):
+    monkeypatch.chdir(workplace)
+    settings = {"datasets": [{"path": "one.jsonl"}], "streaming": True, "model_name_or_path": "model"}
+    (workplace / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert printed("plan", "--config", "run.yaml", "--max-length", 64)["plans"][0]["num_documents"] == 8
 
 
 def test_different_datasets_are_different_sources(tmp_path, monkeypatch):

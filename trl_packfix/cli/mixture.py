@@ -6,7 +6,7 @@ one table. With `source_column` each row gets the name of its dataset, so that l
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -70,6 +70,11 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                 f"`fraction` was given as {', '.join(map(str, fractions))} for the datasets of a mixture. Fractions "
                 "are divided by their sum, which gives the share of each dataset, so none is below 0 and one is above "
                 "0. Set each to a number above 0, or remove datasets without a share."
+            )
+        if self.streaming and self.test_split_size is not None:
+            raise ValueError(
+                f"`test_split_size: {self.test_split_size}` was given with `streaming: true`. How many rows a stream "
+                "has is not known before they are read, so no share of them can be held out. Remove one of the two."
             )
         counts = Counter(source.identity for source in self.datasets)
         if self.test_split_size is not None and len(counts) < len(self.datasets):
@@ -172,7 +177,9 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
         The splits "train" and, with `test_split_size`, "test".
     """
     if mixture.streaming:
-        return get_dataset(mixture)  # TRL's function, which refuses fractions and adds no `source_column`
+        # TRL's function refuses fractions and adds no `source_column`, without which the trainer refuses the stream. It
+        # looks for the path of a file on the hub
+        return get_dataset(replace(mixture, datasets=[_for_trl(source) for source in mixture.datasets]))
     tables = [
         _load_source(source, source_column, label)
         for source, label in zip(mixture.datasets, mixture.labels(), strict=True)
@@ -202,6 +209,14 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
             "whole number of rows."
         )
     return joined.train_test_split(test_size, seed=seed)
+
+
+def _for_trl(source: SourceConfig) -> SourceConfig:
+    """Return an entry with which TRL loads the same dataset: a file is one of the `data_files` of its format."""
+    path = Path(source.path)
+    if not path.is_file() or path.suffix not in FORMATS:
+        return source
+    return replace(source, path=FORMATS[path.suffix], data_files=source.path)
 
 
 def _load_source(source: SourceConfig, source_column: str | None, label: str) -> Dataset:

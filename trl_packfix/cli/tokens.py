@@ -10,6 +10,7 @@ tokens that are kept or dropped.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,8 @@ def load_table(configs: RunConfigs, name: str) -> Dataset:
         name: the entry of the table in `configs.table_names`.
     """
     if configs.mixture.datasets:
-        rows: Dataset = load_mixture(configs.mixture, configs.training.seed, configs.training.source_column)["train"]
+        mixture = replace(configs.mixture, streaming=False)  # lengths are counted in a table, as for one dataset
+        rows: Dataset = load_mixture(mixture, configs.training.seed, configs.training.source_column)["train"]
     else:
         rows = load_rows(name, configs.script.dataset_train_split, configs.script.dataset_config)
     # Move the images that messages name by their paths into a column `images`; other rows stay as they are
