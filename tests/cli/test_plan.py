@@ -326,6 +326,11 @@ def test_memory_without_data(workplace, monkeypatch, output_of, printed):
     assert "one H200 took" in shown
 
 
+def test_memory_of_several_lengths_is_one_answer(workplace, printed):
+    words = ["--model", workplace / "model", *"--batch-size 1 --max-length 32 64 --memory 1.1".split()]
+    assert [row["tokens"] for row in printed("plan", *words)["memory"]] == [32] * 12 + [64] * 12
+
+
 def test_offloaded_activations_lie_on_the_host(workplace, output_of, printed):
     """Inputs of all layers but one must leave the GPU, as transformers documents it.
 

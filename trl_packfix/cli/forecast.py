@@ -259,14 +259,17 @@ def show_plan(args: argparse.Namespace) -> int:
     if configs.names:  # the files, folders and datasets of DATA or of the config file
         return _plan_run(args, configs, lengths, console=console)
     # Without DATA only the memory is predicted.
-    for length in lengths or [configs.training.max_length]:
-        num_documents = configs.training.per_device_train_batch_size
-        predicted = memory.predict_memory(args, configs, num_documents, max_length=length)
-        if args.json:
-            print(json.dumps({"memory": predicted.rows}, indent=2))
-        else:
-            console.print(predicted.verdict)
-            _show_memory(console, predicted, args.world_size)
+    num_documents = configs.training.per_device_train_batch_size
+    predictions = [
+        memory.predict_memory(args, configs, num_documents, max_length=length)
+        for length in lengths or [configs.training.max_length]
+    ]
+    if args.json:
+        print(json.dumps({"memory": [row for predicted in predictions for row in predicted.rows]}, indent=2))
+        return 0
+    for predicted in predictions:
+        console.print(predicted.verdict)
+        _show_memory(console, predicted, args.world_size)
     return 0
 
 
