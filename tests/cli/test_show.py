@@ -103,6 +103,25 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     assert report["complete"] is True
 
 
+def test_what_is_left_out_stands_in_the_fragment_of_its_place(workplace, printed):
+    prompt = [{"role": "user", "content": "short", "reasoning_content": "first"}]
+    completion = [
+        {"role": "assistant", "content": "a" * 70},
+        {"role": "user", "content": "b" * 30, "reasoning_content": "second"},
+        {"role": "assistant", "content": "c" * 40},
+    ]
+    (workplace / "fragments.jsonl").write_text(json.dumps({"messages": prompt + completion}))
+    flags = ["--max-length=64", "--overlong=split", "--batch-size=4"]
+    (pack,) = printed("show", workplace / "fragments.jsonl", "--model", workplace / "model", *flags, "--packs", 1)
+    fragments = sorted(pack["documents"], key=lambda document: document["start"])
+    texts = ["".join(part["text"] for part in document["parts"]) for document in fragments]
+    places = {"first": "<|im_start|>user\nshort", "second": "<|im_start|>user\nbb"}
+    in_text = [[name for name, text in places.items() if text in shown] for shown in texts]
+    assert in_text == [["first"], ["second"], []]
+    left_out = [[text.split(": ")[1] for _, text in document.get("left_out", [])] for document in fragments]
+    assert left_out == in_text
+
+
 def test_documents_that_were_cut_are_marked(show_words, trainer, output_of, printed):
     words = [*show_words, "--packs", 4]
     documents = [document for pack in printed(*words) for document in pack["documents"]]

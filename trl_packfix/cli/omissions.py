@@ -76,7 +76,8 @@ def _omissions_of(
 ) -> tuple[tuple[int, str], ...]:
     """Return the omissions of a row: (number of tokens of its document before the place of the text, its description).
 
-    The result is empty if the row cannot be rendered, or if the document has other tokens than the rendered row.
+    If the document is a fragment of the row, these are the omissions in this part of the row. The result is empty if
+    the row cannot be rendered, or if the document has other tokens than the rendered row.
     """
     try:
         # `text` is the rendered row. Each omission is a pair: a position in `text`, in characters, and a description
@@ -88,9 +89,12 @@ def _omissions_of(
     ids = encoding["input_ids"][document.start : document.stop]
     if document.tokens is None or ids != document.tokens.tolist():
         return ()
-    spans = encoding["offset_mapping"][document.start : document.stop]  # of characters, one for each token
+    spans = encoding["offset_mapping"]  # of characters, one for each token of the row
     token_starts = [first_character for first_character, _ in spans]
-    return tuple((bisect_left(token_starts, position), description) for position, description in omissions)
+    places = [(bisect_left(token_starts, position), description) for position, description in omissions]
+    # A text behind the last token of the row belongs to the fragment that ends there
+    end = document.stop + (document.stop == len(spans))
+    return tuple((place - document.start, text) for place, text in places if document.start <= place < end)
 
 
 def _load_processor(configs: RunConfigs, model: str) -> Any:
