@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,6 +182,25 @@ def test_without_matplotlib_the_plan_is_drawn_as_text(lengths_file, monkeypatch,
     assert "omit `--json` for a drawing as text" in refusal
 
 
+def trained_width(strips):
+    """Return the width of all that is drawn tall in the panel of packs, in rows."""
+    drawn_areas = [drawn for drawn in strips.collections if len(drawn.get_facecolor())]
+    boxes = [path.get_extents() for drawn in drawn_areas for path in drawn.get_paths()]
+    return sum(box.width for box in boxes if box.height > 0.5)
+
+
+def test_a_document_without_a_row_of_its_own_is_not_drawn(trainer):
+    """A document that shares all tokens but the last computes no row, and nothing is drawn over the next document."""
+    report = trainer.packing_report
+    pack, *others = report.sample.packs
+    copy = replace(pack.documents[0], shared=pack.documents[0].num_tokens - 1)
+    assert copy.num_rows == 0
+    assert copy.own_spans == [(True, 0, 1)]
+    with_copy = replace(pack, documents=[*pack.documents, copy])
+    figure = replace(report, sample=replace(report.sample, packs=[with_copy, *others])).plot()
+    assert trained_width(figure.axes[0]) == pytest.approx(trained_width(report.plot().axes[0]))
+
+
 def test_the_picture_says_what_the_report_says(trainer):
     report = trainer.packing_report
     figure = report.plot()
@@ -192,11 +212,8 @@ def test_the_picture_says_what_the_report_says(trainer):
     shown = [document for pack in report.sample.packs for document in pack.documents]
     documents = trainer.data.source.documents
     trained = [documents.trained[documents.row == shown_document.row].item() for shown_document in shown]
-    boxes = [
-        path.get_extents() for drawn in strips.collections for path in drawn.get_paths() if len(drawn.get_facecolor())
-    ]
     assert trained == [shown_document.num_trained for shown_document in shown]
-    assert sum(trained) == pytest.approx(sum(box.width for box in boxes if box.height > 0.5))  # drawn tall
+    assert sum(trained) == pytest.approx(trained_width(strips))
     # triangles cover the share of the causal mask that the title names: none crosses a boundary
     corners = [patch.get_xy()[:3] for patch in mask.patches]
     areas = [(xy[2, 0] - xy[0, 0]) * (xy[1, 1] - xy[0, 1]) for xy in corners]

@@ -116,7 +116,9 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
             axes.broken_barh([(first_row, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
             # `own_spans`: (whether trained, first row, row behind the last) of tokens that this document does not share
-            spans = [(first_row + first, end - first) for trained, first, end in document.own_spans if trained]
+            # (a last token that is the only one has no row)
+            own_spans = document.own_spans if length else []
+            spans = [(first_row + first, end - first) for trained, first, end in own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED_SHARE * widest:
                 axes.vlines(first_row, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
