@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from features.images.processed import documents_of, measured, processor_of
+from PIL import Image as Picture
 from support.runs import proved
 from support.versions import IS_5_24, gemma3_leaks
 from support.vision import FAMILIES, FEATURES, build_model, build_processor, message, picture, rows
@@ -28,6 +29,13 @@ from trl_packfix.features.images.rows import ImageRows
 pytestmark = pytest.mark.slow
 
 ROWS = rows(12)
+
+
+def encoded(image, kind="PNG", share=1.0):
+    """Return an image as `datasets` stores it, or the first share of its bytes."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return {"bytes": buffer.getvalue()[: int(share * buffer.tell())], "path": None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,6 +102,23 @@ def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
     assert cached_documents(again, 200).fingerprint == documents.fingerprint
 
 
+def test_images_of_other_palettes_are_other_images():
+    """The pixels of such an image, often a PNG or GIF with few colours, are numbers of colours."""
+    images = [Picture.new("P", (24, 24), 0) for _ in range(3)]
+    for image, colour in zip(images, ((255, 0, 0), (0, 255, 0), (255, 0, 0)), strict=True):
+        image.putpalette(colour)
+    assert len({np.asarray(image).tobytes() for image in images}) == 1
+    chat = [message("user", "ab", 1), message("assistant", "c")]
+    data = [{"images": [encoded(image)], "messages": chat} for image in images]
+    table = measured("llava", Dataset.from_list(data, features=FEATURES))
+    pixels = [document["pixel_values"] for document in documents_of(table)]
+    assert not torch.equal(pixels[0], pixels[1])
+    for name in ("contents", "digest"):
+        first, other, again = (hashes.as_py() for hashes in table._columns[name])
+        assert first == again, name
+        assert first != other, name
+
+
 def test_a_document_is_truncated_behind_its_images_or_dropped():
     table = measured("qwen2_5_vl", ROWS)
     limit = int(np.median(table.image_stops[table.image_stops > 0]))
@@ -147,11 +172,6 @@ def test_a_document_is_split_outside_its_images(family):
 
 
 def broken(tmp_path) -> Dataset:
-    def encoded(image, kind="PNG", share=1.0):
-        buffer = io.BytesIO()
-        image.save(buffer, kind)
-        return {"bytes": buffer.getvalue()[: int(share * buffer.tell())], "path": None}
-
     good = encoded(picture(24, 24, 0))
     cut = encoded(picture(600, 400, 0), "JPEG", share=0.5)
     missing = {"bytes": None, "path": str(tmp_path / "missing.png")}

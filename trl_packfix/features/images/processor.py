@@ -303,6 +303,10 @@ def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
     for image in images:
         pixels = np.asarray(image)
         digest.update(f"{pixels.dtype} {pixels.shape}".encode() + pixels.tobytes())
+        # Pixels of the mode "P" are numbers of colours in a palette, of which a file may make some transparent
+        palette = image.getpalette() if hasattr(image, "getpalette") else None  # None for arrays and other modes
+        if palette is not None:
+            digest.update(f"{palette} {image.info.get('transparency')}".encode())
     return bytes(digest.digest())
 
 
