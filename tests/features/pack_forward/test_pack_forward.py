@@ -27,6 +27,7 @@ from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.features.pack_forward import packed_rows
 from trl_packfix.features.pack_forward.packed_rows import pack_rows
+from trl_packfix.features.pack_forward.trainers import RowPacking
 from trl_packfix.features.prefixes.collator import PrefixCollator
 from trl_packfix.layout import LAYOUT_KEY
 
@@ -499,6 +500,18 @@ def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):
     trainer = build_trainer(kind, **options)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         pack_forward(trainer)
+
+
+def test_a_trainer_without_a_transformers_model_is_refused():
+    trainer = build_trainer("trainer")
+    trainer.model = torch.nn.Sequential(torch.nn.Embedding(300, 8), torch.nn.Linear(8, 300))
+    trainer.model_wrapped = trainer.model
+    with pytest.raises(ValueError, match="(?s)given a Trainer whose model is a Sequential.*Give it a PreTrainedModel"):
+        pack_forward(trainer)
+
+
+def test_models_that_all_stay_padded_have_computed_no_tokens():
+    assert RowPacking({}, build_tiny_model("llama")).tokens == packed_rows.PackedTokenCounts()
 
 
 def test_a_model_is_packed_once():

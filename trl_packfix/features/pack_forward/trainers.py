@@ -92,7 +92,8 @@ class RowPacking:
     @property
     def tokens(self) -> PackedTokenCounts:
         """Tokens of all forwards that ran as packs on this rank."""
-        return PackedTokenCounts(*np.sum([astuple(rows.tokens) for rows in self.rows.values()], axis=0).tolist())
+        counts = [astuple(rows.tokens) for rows in self.rows.values()]  # empty if every model computes padded rows
+        return PackedTokenCounts(*map(sum, zip(*counts, strict=True)))
 
     def summary(self) -> str:
         """Return what was computed: a line with the numbers of tokens, and a line for each model."""
@@ -214,11 +215,18 @@ def _add_hooks_to_models(
     args: Any = trainer.args
     model: Any = trainer.model
     PACKED_ROWS.refuse_conflicts(RunSettings(args=args, model=model, accelerator=trainer.accelerator))
+    models = _models_of(trainer)
+    if not models:
+        raise ValueError(
+            f"`pack_forward` was given a {type(trainer).__name__} whose model is a {type(model).__name__}, and none of "
+            "its attributes is a transformers model. Attention is set through transformers' interface, so no row would "
+            "be packed. Give it a PreTrainedModel, with or without PEFT, or remove `pack_forward`."
+        )
     checks.check_quantisation(model, args.device.type)
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     rows: dict[str, PackedRows] = {}
-    for name, wrapped in _models_of(trainer).items():
+    for name, wrapped in models.items():
         inner = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
         try:
             rows[name] = add_hooks(inner, dtype or base_model(inner).dtype, args.device.type, max_length)
