@@ -6,7 +6,7 @@ import json
 import pathlib
 
 import pytest
-from datasets import Dataset, Features, Image, Json, List, Value
+from datasets import Dataset, Features, Image, Json, LargeList, List, Value
 from support import vision
 from support.chats import answer, user
 from support.models import build_tokenizer
@@ -77,6 +77,16 @@ def test_images_of_messages_become_a_column(form, files):
     for features in (None, Features({"messages": List(Json())})):
         table = Dataset.from_list(rows(files, FORMS[form]), features=features)
         assert contents(with_named_images(table, "train")) == expected
+
+
+@pytest.mark.parametrize("list_type", [List, LargeList])
+def test_messages_keep_no_key_of_images(list_type, files):
+    """Large lists are what `Dataset.from_polars` and other tables of Arrow have."""
+    part = {"type": Value("string"), "image": Value("string"), "text": Value("string")}
+    messages = list_type({"role": Value("string"), "content": list_type(part)})
+    table = Dataset.from_list(rows(files, FORMS["path"]), features=Features({"messages": messages}))
+    moved = with_named_images(table, "train")
+    assert moved.features["messages"].feature["content"].feature.keys() == {"type", "text"}
 
 
 def test_decoded_images_inside_messages_become_a_column(files):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, Image, IterableDataset, List
+from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 
 from ...compat import main_process_first
 from ...samples.checks import columns_of, first_rows, has_images, has_transform
@@ -95,8 +95,8 @@ def _contains_name(values: pa.Array) -> bool:
 
 def _without_images(feature: Any) -> Any:
     """Return the feature of a column of messages whose parts have no images."""
-    if isinstance(feature, List):
-        return List(_without_images(feature.feature))
+    if isinstance(feature, List | LargeList):
+        return type(feature)(_without_images(feature.feature))
     if isinstance(feature, dict):
         return {key: _without_images(inner) for key, inner in feature.items() if key not in KEYS}
     return feature
