@@ -188,7 +188,7 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
     if "enforce_flash_attention" not in configs.names_set:
         enforce_flash_attention = attn_implementation is None
         if attn_implementation is not None:
-            # Construct what training would construct, only to see which attention it chooses. The model keeps its own
+            # Construct what training would construct, only to see which attention it chooses. The model stays as it is
             model_of_training = make_packed_model(on_leak="raise")
             if model_of_training.attention.name != attn_implementation:
                 attention_of_training = model_of_training.attention.name
