@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sweep import model_types as sweeping
 from sweep import page as compatibility
 from sweep.model_types import NOT_TESTED, VERDICTS, sweep_type
 
+from trl_packfix.cli import check_model
 from trl_packfix.feature import PLAIN
 from trl_packfix.isolation.packed_model import PackedModel
 
@@ -138,6 +140,25 @@ def test_check_a_model(saved, output_of):
     assert re.search(r"\n *verdict +isolated: ", out)
     assert "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("words", [[], ["--config-only"]])
+def test_the_model_of_the_revision_is_tested(words, saved, monkeypatch, output_of):
+    """Record what transformers is asked for, because no revision is in a folder."""
+    revisions = []
+
+    def recorded(load):
+        def record(name, **options):
+            revisions.append(options.get("revision"))
+            return load(name, **options)
+
+        return record
+
+    read_config = SimpleNamespace(from_pretrained=recorded(check_model.AutoConfig.from_pretrained))
+    monkeypatch.setattr(check_model, "AutoConfig", read_config)
+    monkeypatch.setattr(check_model, "create_model_from_path", recorded(check_model.create_model_from_path))
+    output_of("check", saved / "llama", "--model-revision", "v2", *words)
+    assert revisions == ["v2"] * (1 if words else 2)
 
 
 @needs("hybrids")

@@ -163,8 +163,9 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
     shares_packs = training.tokens_per_rank is not None
     # Without this argument transformers may ask a question on the terminal.
     trust = {"trust_remote_code": training.trust_remote_code}
+    revision = configs.model.model_revision
     with setting_named(f"check {name}", MODEL_HELP):
-        config = AutoConfig.from_pretrained(name, **trust)
+        config = AutoConfig.from_pretrained(name, revision=revision, **trust)
     model: Any
     if config_only:
         model = tiny_model(config, **trust).to(torch_dtype)
@@ -172,7 +173,8 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
             model.set_attn_implementation(attn_implementation)
     else:
         create: Any = create_model_from_path  # mypy would match `**trust` with `architecture`
-        model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
+        settings_of_model = {"dtype": torch_dtype, "attn_implementation": attn_implementation, "revision": revision}
+        model = create(name, device_map=None, **settings_of_model, **trust)
     model.to(device)
     make_packed_model = partial(
         PackedModel,
