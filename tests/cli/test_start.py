@@ -132,6 +132,7 @@ def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TORCH_API_KEY", "secret_too")
     monkeypatch.setenv("HF_DATASETS_CACHE", "/home/secret_name/cache")
+    monkeypatch.setenv("TORCH_HOME", r"C:\Users\secret_name")
     block = output_of("env")
     lines = block.splitlines()
     assert lines[0] == lines[-1] == "```"
@@ -139,6 +140,7 @@ def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, 
     assert "ACCELERATE_MIXED_PRECISION=bf16" in block
     assert "TOKENIZERS_PARALLELISM=false" in block
     assert "HF_DATASETS_CACHE=(a path)" in block
+    assert "TORCH_HOME=(a path)" in block
     values = printed("env")
     assert values["trl_packfix"] == trl_packfix.__version__
     assert values["torch"].startswith(torch.__version__.partition("+")[0])

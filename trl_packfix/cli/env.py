@@ -73,8 +73,9 @@ def describe_environment() -> Iterator[tuple[str, str]]:
     texts = [f"{name} {version or '(version not known)'}" for name, version in installed.items()]
     yield "kernels", ", ".join(texts) or "none installed"
     yield from _describe_devices()
-    # A path may have the name of a user or a project
-    shown = {name: "(a path)" if os.sep in value else value for name, value in os.environ.items() if _is_shown(name)}
+    # A path may have the name of a user or a project. On Windows it may be written with either separator
+    shown = {name: value for name, value in os.environ.items() if _is_shown(name)}
+    shown |= {name: "(a path)" for name, value in shown.items() if "/" in value or "\\" in value}
     settings = [f"{name}={value}" for name, value in sorted(shown.items())]
     yield "settings", ", ".join(settings) or "no variable of torch, accelerate, DeepSpeed or NCCL is set"
 
