@@ -1,5 +1,7 @@
 """A number of the report is one entry: the tables and the legend of `plan`, and the loggers, take it from there."""
 
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset
 from support.runs import build_trainer
@@ -37,6 +39,13 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, output_
     trainer.get_train_dataloader()
     assert report.metrics(trainer.packing_report)["packing/per"] == 3
     assert dict(trainer.packing_report.lines())["documents in a pack"] == "3.00"
+
+
+def test_only_a_section_that_is_missing_has_no_value():
+    report_made = SimpleNamespace(images=None)
+    assert Column("", "images.per_pack").value(report_made) is None
+    with pytest.raises(AttributeError, match="imagse"):
+        Column("", "imagse.per_pack").value(report_made)
 
 
 @pytest.mark.parametrize("names", [NAMES, [column.metric for column in columns.COLUMNS if column.metric]])

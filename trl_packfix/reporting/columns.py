@@ -7,7 +7,6 @@ which writes docs/logging.md. A new number is an entry of `COLUMNS`. If it is no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from ..data.documents import DocumentCounts
@@ -31,10 +30,13 @@ class Column:
     wraps: bool = False  # whether a cell may take several lines
 
     def value(self, report: object) -> Any:
-        """Return the number of a report; None where an attribute on its path is None."""
+        """Return the number of a report; None if an attribute on its path is None."""
         if callable(self.source):
             return self.source(report)
-        return reduce(lambda section, name: getattr(section, name, None), self.source.split("."), report)
+        section: Any = report
+        for name in self.source.split("."):
+            section = None if section is None else getattr(section, name)
+        return section
 
     def cell(self, value: object) -> str:
         """Return the text of a cell."""
