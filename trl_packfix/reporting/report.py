@@ -177,7 +177,8 @@ def complete_card(
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
         before, heading, after = text.partition("### Framework versions")
-        summary = summarise(report, report.lines(), log)  # (label, text) of a few lines
+        # (label, text) of a few lines. The sentence above names the model
+        summary = summarise(report, report.lines(), log)
         rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in summary if label != "model")
         proved = ", which was tested on this model before its first step: see `isolation`"
         text = (

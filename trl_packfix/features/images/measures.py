@@ -144,7 +144,7 @@ def measure(
         name: The dataset's name in messages.
         num_proc: Number of processes; None for the calling process.
         drops: Whether the caller drops bad rows. They are then in the result, with length 0 and their reason in
-            `BAD_ROW_COLUMN`. Otherwise they are refused.
+            `BAD_ROW_COLUMN`. Otherwise they are refused, by their numbers; with a rule `count_turns` does this.
         rule: If it is given, each trained assistant turn is a document, and `BOOKKEEPING_COLUMNS` have its row, its
             index, and counts of turns.
 
@@ -195,6 +195,7 @@ def measure(
         measures = measure_rows(1)
     bad = bad_row_mask(measures)
     if bad.any() and not drops:
+        assert rule is None, "rows are turns, so their numbers are not those of the dataset"
         first = np.flatnonzero(bad)[:MAX_ROWS_NAMED]
         raise ValueError(
             f"{bad.sum()} of {len(measures)} rows of the {name} dataset with images cannot be processed; the first "
