@@ -32,8 +32,8 @@ from trl_packfix.attention import choice, flash, kernels, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda
-from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered, this_thread
-from trl_packfix.attention.runs import _cut_launch_at_chunks
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
+from trl_packfix.attention.runs import _cut_launch_at_chunks, attend_pack_on_cuda
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.group import ALONE
@@ -219,6 +219,24 @@ def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
     expected = outputs_and_gradients(dense_attention, inputs, LENGTHS, scale=0.4, window=window)
     assert largest_difference(results, expected) < 1e-12
     assert len(calls.forwards) == len(calls.backwards) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"chunk": 2}], ids=str)
+def test_a_pack_may_have_more_documents_than_tokens(options, monkeypatch):
+    """The last pack of an epoch may be small, and a collator pads it with empty documents."""
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
+    documents = [{"input_ids": [5] * n} for n in (3, 2)]
+    results = []
+    numbers_of_documents = []
+    for collate in (PackedDataCollator(pad_documents_to_multiple_of=8), PackedDataCollator()):
+        batch = collate(documents)
+        pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), group=ALONE)
+        numbers_of_documents.append(len(pack.cu_seq_lens_q) - 1)
+        with StrictVarlen() as calls:
+            results.append(outputs_and_gradients(attend_pack_on_cuda, random_inputs(5), pack, scale=0.4, **options))
+        assert len(calls.forwards) == len(calls.backwards) == 1
+    assert numbers_of_documents == [8, 2]
+    assert largest_difference(*results) < 1e-12
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20))

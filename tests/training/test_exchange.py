@@ -129,13 +129,12 @@ def test_a_group_of_the_users_check_gets_the_timeout_of_training(monkeypatch):
     assert timeouts == [None, timedelta(hours=2), timedelta(hours=3)]
 
 
-def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
+def test_boundaries_beyond_the_pack_are_refused_without_a_look_at_them():
     """On a GPU a kernel would read beyond the tensor, and comparing the values would wait for the device."""
     launches_of(WHOLE_PACK, 8)
-    for longest, num_tokens in ((5, 4), (1, 1)):
-        forward = replace(WHOLE_PACK, max_length_q=longest, max_length_k=longest)
-        with pytest.raises(ValueError, match=r"2 documents of up to \d tokens.*pack has \d tokens.*read beyond"):
-            launches_of(forward, num_tokens)
+    forward = replace(WHOLE_PACK, max_length_q=5, max_length_k=5)
+    with pytest.raises(ValueError, match=r"2 documents of up to 5 tokens.*pack has 4 tokens.*read beyond"):
+        launches_of(forward, 4)
 
 
 # Proofs

@@ -194,12 +194,13 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
             launch by itself. Not read in other packs.
 
     Raises:
-        ValueError: the boundaries describe more tokens or more documents than the pack has rows.
+        ValueError: the longest document has more tokens than the pack has rows.
     """
     bounds = (pack.cu_seq_lens_q, pack.cu_seq_lens_k)
     longest = (pack.max_length_q, pack.max_length_k)
-    # This check reads shapes only. To read `cu_seq_lens` itself, the host would wait for the device.
-    if max(longest) > num_rows or bounds[0].numel() - 1 > num_rows:
+    # This check reads numbers on the host only. To read `cu_seq_lens` itself, the host would wait for the device. A pack
+    # may have more documents than rows, because collators may add empty ones.
+    if max(longest) > num_rows:
         raise ValueError(
             f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "
             f"has {num_rows} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
