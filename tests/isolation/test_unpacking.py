@@ -9,6 +9,7 @@ from sweep.judge import packed
 
 from trl_packfix import check_isolation
 from trl_packfix.isolation.unpacking import UnpackedForward
+from trl_packfix.layout import LAYOUT_KEY, layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,20 @@ def test_padding_is_bounded_by_grouping_documents_of_similar_length():
         model(**pack([200] + [5] * 60)[1])
     # as rows of one batch these 500 tokens would be 61 x 200
     assert 500 <= sum(computed) < 2 * 500
+
+
+def test_the_model_does_not_get_the_layout_of_a_batch():
+    """On CUDA batches have it for the launches of the kernel, and no model takes it."""
+    model = build_tiny_model(attn_implementation="sdpa").eval()
+    UnpackedForward(model).install()
+    names = set()
+    for module in (model.model, model.model.layers[0]):
+        module.register_forward_pre_hook(lambda _, args, kwargs: names.update(kwargs), with_kwargs=True)
+    _, batch = pack([3, 2])
+    with torch.no_grad():
+        model(**batch, **{LAYOUT_KEY: layout_of(batch)})
+    assert "attention_mask" in names
+    assert LAYOUT_KEY not in names
 
 
 def test_a_forward_that_raises_leaves_nothing_behind():

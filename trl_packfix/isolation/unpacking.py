@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
+from ..attention.forwards import CallArguments
 from ..attention.models import backbone, base_model
 from ..attention.packed_forward import BOUNDARIES, undivided_budget
 from ..attention.rows import DocumentRows, PaddedBatch, TensorAxes
+from ..layout import LAYOUT_KEY
 from .repair import LOGIT_AXES, AroundCall, AroundCalls, is_sharded
 
 # Arguments of the backbone for a pack that it does not get for rows, or gets in another form
@@ -47,9 +49,11 @@ class UnpackedForward(AroundCalls):
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
 
     def _register(self) -> list[RemovableHandle]:
-        # Many models do not pass boundaries on to their backbone, so a hook on the whole model notes them.
-        def note_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Many models do not pass boundaries on to their backbone, so a hook on the whole model notes them. It also
+        # removes the layout, which batches have on CUDA (`data/by_length.py`) and no model takes.
+        def note_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
             self._boundaries.append(kwargs.get("cu_seq_lens_q"))
+            return args, {name: value for name, value in kwargs.items() if name != LAYOUT_KEY}
 
         def forget_boundaries(*call: object) -> None:
             # torch calls this hook also if another hook has raised before `note_boundaries` ran

@@ -12,6 +12,7 @@ from ...attention.models import base_model
 from ...attention.packed_forward import BOUNDARIES
 from ...isolation.repair import AroundCall, AroundCalls
 from ...isolation.unpacking import NUM_PADDING_TOKENS, join_outputs
+from ...layout import LAYOUT_KEY
 
 
 class UnpackedImages(AroundCalls):
@@ -41,8 +42,9 @@ class UnpackedImages(AroundCalls):
         row_length = int(kwargs["max_length_q"]) + NUM_PADDING_TOKENS
         # Which tokens of the rows are real, (B, L)
         mask = torch.arange(row_length, device=boundaries.device) < boundaries.diff()[:, None]
-        # Without positions the model counts them anew in each row
-        row_arguments = {name: value for name, value in kwargs.items() if name not in (*BOUNDARIES, "position_ids")}
+        # Without positions the model counts them anew in each row. No model takes the layout, which batches have on CUDA
+        names_of_pack = (*BOUNDARIES, LAYOUT_KEY, "position_ids")
+        row_arguments = {name: value for name, value in kwargs.items() if name not in names_of_pack}
         for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
             tokens = row_arguments.get(name)
             if tokens is not None:
