@@ -198,8 +198,8 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
     """
     bounds = (pack.cu_seq_lens_q, pack.cu_seq_lens_k)
     longest = (pack.max_length_q, pack.max_length_k)
-    # This check reads numbers on the host only. To read `cu_seq_lens` itself, the host would wait for the device. A pack
-    # may have more documents than rows, because collators may add empty ones.
+    # This check reads numbers on the host only. To read `cu_seq_lens` itself, the host would wait for the device. There
+    # may be more documents than rows, because collators may add empty ones.
     if max(longest) > num_rows:
         raise ValueError(
             f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "

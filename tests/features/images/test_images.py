@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from features.images.processed import documents_of, measured, processor_of
 from PIL import Image as Picture
-from support.runs import proved
+from support.runs import packed_model, proved
 from support.versions import IS_5_24, gemma3_leaks
 from support.vision import FAMILIES, FEATURES, build_model, build_processor, message, picture, rows
 from sweep import image_families
@@ -260,6 +260,16 @@ def test_positions_over_the_whole_row_are_found():
     examples.images = replace(examples.images, rope_index=None)
     report = check_isolation(model, 512, images=examples)
     assert not report.passed
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_packs_are_unpacked_for_models_that_pass_tokens_by_name_or_by_position(family):
+    model = build_model(family)
+    base_arguments = []
+    model.model.register_forward_pre_hook(lambda _, args: base_arguments.append(len(args)))
+    packed = packed_model(model, max_length=512, feature=image_families.make_examples(family, model))
+    assert packed.unpack(model, reason="a test asks for it").passed
+    assert set(base_arguments) == {family == "llava_next"}
 
 
 # The sweep judges the rest, see tests/cli/test_check.py

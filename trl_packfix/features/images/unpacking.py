@@ -3,6 +3,7 @@
 `isolation/unpacking.py` does the same for text, inside the decoder.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ class UnpackedImages(AroundCalls):
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is None:
             return
-        assert not args, "packs are passed by name"
+        # Some models pass the tokens by position
+        kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         # Padding behind the longest row, too, because transformers drops a mask that hides nothing
         row_length = int(kwargs["max_length_q"]) + NUM_PADDING_TOKENS
         # Which tokens of the rows are real, (B, L)
         mask = torch.arange(row_length, device=boundaries.device) < boundaries.diff()[:, None]
-        # Without positions the model counts them anew in each row. No model takes the layout, which batches have on CUDA
+        # Without positions the model counts them anew in each row. No model takes the layout that batches have on CUDA
         names_of_pack = (*BOUNDARIES, LAYOUT_KEY, "position_ids")
         row_arguments = {name: value for name, value in kwargs.items() if name not in names_of_pack}
         for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
