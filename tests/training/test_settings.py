@@ -27,6 +27,7 @@ from trl_packfix.cli import train as train_command
 from trl_packfix.cli.configs import machine_settings, parse_configs
 from trl_packfix.training.checks import check_quantisation
 from trl_packfix.training.config import check_devices
+from trl_packfix.training.loading import TrainingData
 
 pytestmark = pytest.mark.slow
 
@@ -181,6 +182,22 @@ def test_offloading_on_a_cpu_is_refused(tmp_path):
     )
     with pytest.raises(PackingLeakError, match=r"without packing, and it raised: pin_memory=True .* not the cause"):
         trainer.train()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_several_gpus_in_one_process_are_refused(packing, tmp_path, monkeypatch):
+    """Below 1.15 TRL does not refuse them. They are counted here behind its constructor, which has no GPU to count."""
+    prepare = TrainingData.prepare_run
+
+    def prepare_with_gpus(data):
+        data.args._n_gpu = 2
+        prepare(data)
+
+    monkeypatch.setattr(TrainingData, "prepare_run", prepare_with_gpus)
+    with pytest.raises(
+        ValueError, match=r"^2 GPUs are visible to a single process.*`DataParallel`.*`accelerate launch`"
+    ):
+        build_trainer(tmp_path, texts(), packing=packing)
 
 
 def test_four_bits_on_a_cpu_that_would_change_them_are_refused():

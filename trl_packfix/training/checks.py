@@ -245,6 +245,20 @@ def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisati
     return "step" if accelerator.distributed_type in DDP else "micro"
 
 
+def check_one_device(args: SFTConfig) -> None:
+    """Refuse several GPUs in one process, for which transformers wraps the model in `DataParallel`.
+
+    TRL refuses them from 1.15 on, at the end of its constructor.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to a single process, so transformers would train with `DataParallel`. It "
+            "cuts each batch into parts, also the boundaries of a pack, and runs copies of the model, whose forward is "
+            "that of the original. Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU "
+            "visible with `CUDA_VISIBLE_DEVICES`."
+        )
+
+
 def check_quantisation(model: nn.Module, device_type: str) -> None:
     """Refuse a model in 4 bits on a CPU with bf16 instructions, where bitsandbytes would prepare it for inference only.
 

@@ -111,6 +111,7 @@ class TrainingData(BatchMaker):
         trainer = self._trainer
         args = self.args
         # First, check the engine and find the place of this rank
+        checks.check_one_device(args)
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
         # Under tensor parallelism, peft gives an adapter the sizes of the shard on this rank. This sets the whole sizes
