@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..planning.packing import Overlong
+from ..planning.packs import is_integer
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_token_range
 from .reader import TokenReader, mask_columns
@@ -26,7 +27,12 @@ def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
 
 
 def check_count(name: str, value: int) -> None:
-    """Refuse a count below 1."""
+    """Refuse a count that is no whole number, or below 1."""
+    if not is_integer(value):
+        raise ValueError(
+            f"`{name}={value!r}` was given. It is a count, so it must be a whole number. Set `{name}` to an integer of "
+            "1 or more."
+        )
     if value < 1:
         raise ValueError(
             f"`{name}={value}` was given. It is a count, and a batch cannot be made with fewer than one. Set `{name}` "
@@ -45,11 +51,16 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def check_max_length(max_length: int | None, batch_size: int) -> None:
-    """Refuse a missing `max_length`, and documents of fewer than two tokens."""
+    """Refuse a `max_length` that is missing or no whole number, and documents of fewer than two tokens."""
     if max_length is None:
         raise ValueError(
             f"`max_length=None` was given with packing. The capacity of a pack is the batch size ({batch_size}) times "
             "`max_length`, so packing needs a length. Set `max_length` to the largest number of tokens of a document."
+        )
+    if not is_integer(max_length):
+        raise ValueError(
+            f"`max_length={max_length!r}` was given. It counts tokens, so it is a whole number. Set `max_length` to an "
+            "integer of 2 or more."
         )
     if max_length < 2:
         raise ValueError(

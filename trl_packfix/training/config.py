@@ -366,7 +366,7 @@ def check_config(args: SFTConfig, *, may_lack_max_length: bool = False) -> None:
         )
     for name, values in CHOICES.items():
         check_choice(name, getattr(args, name), values)
-    if args.peak_tflops is not None and args.peak_tflops <= 0:
+    if args.peak_tflops is not None and not args.peak_tflops > 0:  # NaN is refused, too
         raise ValueError(
             f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
             "training reaches. Set it to the dense TFLOP/s of one device (H100 in bfloat16: 989), or leave it unset."
