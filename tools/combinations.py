@@ -14,7 +14,7 @@ def page() -> str:
     tested = [f"[{each.choice.name}]({each.page})" for each in CONFLICTS if each.page and each.choice != PACKING]
     parts = [
         "# What goes with what\n",
-        "A test makes every pair of these. It works unless it is listed below, under one of its two: "
+        "A test makes every pair of these. A pair works unless one of the two is listed below, under the other: "
         f"{', '.join(tested)}.\n",
         f"Experimental, as several GPUs have not run them: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
         "What is listed is refused before work starts; the error says what to set.\n",

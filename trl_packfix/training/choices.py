@@ -10,7 +10,7 @@ condition is a function with the decorator `_make_condition`, which makes a `Con
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import trl
@@ -148,8 +148,8 @@ SOURCE_COLUMN = _field_condition("source_column")
 OVERLONG = _field_condition("overlong")
 KEEP_END = _field_condition("truncation_mode", "keep_start", ("keep_end",))
 # `enforce_flash_attention=False` keeps the attention that the model has
-ATTENTION_OF_MODEL = _field_condition("enforce_flash_attention", True)
-BATCH_SIZE = _field_condition("per_device_train_batch_size", 1)
+ATTENTION_OF_MODEL = _field_condition("enforce_flash_attention", True, (False,))
+BATCH_SIZE = replace(_field_condition("per_device_train_batch_size", 1), name="`per_device_train_batch_size` above 1")
 SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_length", "batch_rebalance"))
 NOT_OF_STREAMS = _strategy_condition(lambda traits: not traits.packs_streams)
 # "wrapped", which joins all documents and cuts them into blocks of `max_length` tokens
@@ -160,8 +160,8 @@ CUT_BLOCKS = _strategy_condition(lambda traits: traits.cuts_blocks)
 NOT_PLANNED_BY_TOKENS = _strategy_condition(lambda traits: traits.alternative is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
-LAST_TURN = _field_condition("assistant_turns", "all")
-NO_EMPTY_THINKING = _field_condition("train_empty_thinking", True)
+LAST_TURN = _field_condition("assistant_turns", "all", ("last",))
+NO_EMPTY_THINKING = _field_condition("train_empty_thinking", True, (False,))
 EVERY_TURN = Condition(  # assistant turns are trained like all other tokens
     "neither `assistant_only_loss` nor `per_turn`",
     lambda settings: (

@@ -160,8 +160,7 @@ _WEIGHTS = {
     UNPACKED_SEQUENCES: _LOSS_OF_TRL,
 }
 _TURNS_UNKNOWN = "It makes one text of each row, in which turns are not known"
-# "The two" are `assistant_only_loss` and `per_turn`; the condition is `EVERY_TURN`
-_NO_TURNS = "It chooses among the assistant's turns, and without either of the two every token is trained"
+_NO_TURNS = "Turns are then not told from other text, so the setting would be ignored"
 _OWN_ROWS = "Documents share rows of a pack, and an unpacked document has a row of its own"
 
 CONFLICTS = (
