@@ -144,9 +144,10 @@ class SFTConfig(trl.SFTConfig):
             As in transformers, where it is on: with it the host waits for the GPU after every micro-batch. Without it a
             loss that is NaN or infinite is logged as it is.
         tokens_per_rank (`int`, *optional*):
-            Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger, up to this times the
-            number of ranks; 2, 4, 8, ... ranks then share a pack, and each holds a part of it. How many, the degree, is
-            chosen for every micro-step. With `packing_strategy` `"stream"` or `"bfd"` and
+            Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger: 2, 4, 8, ... ranks then
+            share a pack, and each holds a part of it. How many, the degree, is chosen for every micro-step. The largest
+            degree, times this, limits `max_length`: a power of two that divides the number of ranks, and at most the
+            number of attention heads. With `packing_strategy` `"stream"` or `"bfd"` and
             `per_device_train_batch_size=1`. If unset, every rank has its own packs.
         share_prefixes (`str`, *optional*, defaults to `"off"`):
             Documents that begin with the same tokens (a system prompt, a prompt with several answers, the turns of one
@@ -154,9 +155,9 @@ class SFTConfig(trl.SFTConfig):
             beginnings; batches, steps and the loss stay what they are, up to rounding. `"family"`: documents that begin
             alike are also brought together, so that more is shared; then an optimizer step has more documents, and
             fewer that are independent of each other. A shared token has one draw of dropout for all its documents. If a
-            test before the first step shows that the model cannot do it, nothing is shared, and a warning says why.
-            Evaluation in packs shares, too, with the whole set sorted. Images are compared by their content, with
-            `"pack"` only.
+            test before the first step shows that the model cannot do it, `"pack"` shares nothing, and a warning says
+            why; with `"family"`, or `on_leak="raise"`, training stops. Evaluation in packs shares as training does.
+            Images are compared by their content.
         exchange_speeds (`dict`, *optional*):
             With `tokens_per_rank`: what devices and links reach, by which degrees are chosen; as a flag, in JSON.
             `flops` of one device per second (default 400e12), bytes per second of an all-to-all `within` a node (300e9)
