@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTTrainer
+from trl_packfix.planning.strategies import STRATEGIES
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +98,16 @@ def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
     choices = ("truncate", "split", "drop")
     trainers = [build_trainer(tmp_path, texts(), overlong=overlong, **settings) for overlong in choices]
     assert len({trainer.evaluate()["eval_loss"] for trainer in trainers}) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_packs_of_evaluation_each_document_is_a_row_with_every_strategy(tmp_path, strategy):
+    """With "bfd" and "bfd_split" TRL's own collator makes one row of all of a batch."""
+    data = Dataset.from_dict({"input_ids": [[9] * 16] * 4})
+    settings = {"packing_strategy": strategy, "eval_packing": False, "per_device_eval_batch_size": 4}
+    trainer = build_trainer(tmp_path, data, eval_dataset=data, **settings)
+    assert [batch["input_ids"].shape for batch in trainer.get_eval_dataloader()] == [(4, 16)]
+    assert trainer.predict(data).predictions.shape[:2] == (4, 16)
 
 
 def count_rows(prediction):

@@ -30,6 +30,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..attention.forwards import ModelHooks
 from ..attention.models import base_model
@@ -124,11 +125,13 @@ class TrainingData(BatchMaker):
         self.trl_counts_first_labels = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
         # Second, make the collators
-        self.padded_collator = trainer.data_collator
+        self.padded_collator = collator_of_trl = trainer.data_collator
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
-            # Methods of TRL read from this attribute that batches are packs. Its constructor got False, so that it made
-            # no collator
+            if isinstance(collator_of_trl, DataCollatorForLanguageModeling):
+                # With "bfd" and "bfd_split" TRL's constructor makes a collator that joins rows without padding
+                self.padded_collator = replace(collator_of_trl, padding_free=False)
+            # Methods of TRL read from this attribute that batches are packs. TRL's constructor got False in the config
             trainer.padding_free = True
             self.reading = self.reading_class(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, features_of(args))
