@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_packfix.attention import varlen
 from trl_packfix.attention.choice import set_attention
-from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.attention.forwards import PackedForwardGuard, mark_packed_forwards
 from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
@@ -26,6 +26,10 @@ def make_documents(lengths=LENGTHS, seed=0):
 
 def make_pack(lengths=LENGTHS, **changes):
     return {**PackedDataCollator()(make_documents(lengths)), **changes}
+
+
+def interrupt(*call):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -130,6 +134,44 @@ def test_the_guard_is_removable_and_survives_errors(tiny_model):
     guard.remove()
     with pytest.raises(ValueError, match="prepare_for_packing"):  # now transformers builds a mask, which is noticed
         model(**batch)
+
+
+@pytest.mark.parametrize("ends_with", ["the next forward", "its removal"])
+def test_an_interrupted_forward_ends_with_the_next_one_or_with_the_guard(ends_with, tiny_model):
+    """After Ctrl-C, often in a notebook, torch calls no hook behind the modules that were running."""
+    model = tiny_model("llama").train()
+    guard = attend_packs(model)
+    broken = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**make_pack())
+    broken.remove()
+    assert len(this_thread.packed_forwards) == 1, "no forward was interrupted"
+    if ends_with == "its removal":
+        guard.remove()
+    else:
+        ids = torch.arange(3, 10)[None]
+        generated = (m.eval().generate(ids, max_new_tokens=3, do_sample=False) for m in (model, tiny_model("llama")))
+        assert torch.equal(*generated)
+    assert not this_thread.packed_forwards
+
+
+def test_a_nested_forward_that_is_refused_leaves_the_outer_one_running(tiny_model):
+    model = tiny_model("llama").train()
+    attend_packs(model)
+    other = tiny_model("llama").train()
+    guard = PackedForwardGuard(model, [other])
+    guard.install()
+    depths = []
+
+    def call_other(*call):
+        with pytest.raises(ValueError, match="use_cache=True"):
+            other(**make_pack(use_cache=True))
+        depths.append(len(this_thread.packed_forwards))
+
+    model.model.layers[0].register_forward_pre_hook(call_other)
+    model(**make_pack())
+    assert depths == [2], "the forwards that both guards have entered"
+    assert not this_thread.packed_forwards
 
 
 @pytest.mark.parametrize(

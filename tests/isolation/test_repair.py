@@ -18,7 +18,7 @@ from sweep.judge import packed
 from torch.utils.checkpoint import checkpoint
 
 from trl_packfix import check_isolation
-from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.packed_forward import PackedForward, this_thread
 from trl_packfix.attention.rows import DocumentRows
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.probe import Probe
@@ -160,6 +160,28 @@ def test_forwards_that_are_no_packs_are_left_alone():
     assert torch.equal(model(**rows).logits, pristine(**rows).logits)
     generated = [m.generate(ids[:1], max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (model, pristine)]
     assert torch.equal(*generated)
+
+
+def test_an_interrupted_forward_ends_when_the_repairs_are_removed():
+    """After Ctrl-C, often in a notebook, torch calls no hook behind the modules that were running."""
+    example = leaking_example()
+    model = build_tiny_model(example.model_type)
+    packed = packed_model(model)
+    packed.prove(model)
+    depths = []
+
+    def interrupt(*call):
+        depths.append(len(this_thread.packed_forwards))
+        raise KeyboardInterrupt
+
+    handle = next(example.attention_of(model).children()).register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**pack([9, 4, 7]))
+    handle.remove()
+    assert depths == [2], "the forwards of the model and of the repaired module"
+    packed.restore_own_attention()
+    assert not this_thread.packed_forwards
+    copy.deepcopy(model)  # a call that has not ended cannot be copied
 
 
 def test_a_repaired_model_can_be_copied_and_saved(tmp_path):

@@ -69,6 +69,23 @@ def test_a_forward_that_raises_leaves_nothing_behind():
     assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 300)
 
 
+def test_an_interrupted_forward_leaves_nothing_behind_when_the_hooks_are_removed():
+    """After Ctrl-C, often in a notebook, torch calls no hook behind the modules that were running."""
+    model = build_tiny_model(attn_implementation="sdpa").eval()
+    unpacked = UnpackedForward(model)
+    unpacked.install()
+
+    def interrupt(*call):
+        raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**pack([3, 2])[1])
+    assert [*map(len, (unpacked._running, unpacked._boundaries))] == [1, 1], "no forward was interrupted"
+    unpacked.remove()
+    assert unpacked._running == unpacked._boundaries == []
+
+
 def test_router_logits_come_without_padding():
     model = build_tiny_model("mixtral", attn_implementation="sdpa").eval()
     documents, batch = pack((7, 3, 5))

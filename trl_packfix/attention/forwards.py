@@ -42,6 +42,7 @@ from .packed_forward import (
     leave_packed_forward,
     packed_forward_entered,
     running_forward,
+    this_thread,
 )
 from .tower_support import tower_support
 
@@ -85,6 +86,10 @@ def _call_in_packed_forward(running: PackedForward, function: Callable[..., Any]
 
 class ModelHooks(ABC):
     """Base of classes that add hooks to a model. `install()` adds the hooks, and `remove()` removes them.
+
+    torch calls no hook behind a module that Ctrl-C has interrupted: `always_call` holds for an `Exception`, which
+    `KeyboardInterrupt` is not. A notebook goes on after that. So hooks that begin something before a call and end it
+    behind the call, also end it in `remove()`.
 
     Attributes:
         modules_given_packs: modules inside the model whose padded rows these hooks turn into packs. The model itself
@@ -154,8 +159,8 @@ class PackedForwardGuard(ModelHooks):
         self.modules_given_packs = modules_given_packs
         self.ignores_masks = False
         self.before_pack = before_pack
-        # For each forward of the model that is running, whether it is packed; the innermost last
-        self._packed_flags: list[bool] = []
+        # For each forward of the model that is running, its packed forward, or None; the innermost last
+        self._forwards: list[PackedForward | None] = []
         self._layers: list[nn.Module] = []  # modules that may have a checkpoint function
         self._has_wrappers = False  # whether `_layers` has the wrappers that FSDP puts around layers
         # Name of the first layer in `_layers`; "", the model, if there is none. FSDP wraps all layers or none, so the
@@ -177,7 +182,7 @@ class PackedForwardGuard(ModelHooks):
             module.register_forward_pre_hook(_pass_boundaries, with_kwargs=True)
             for module in _flash_attentions(self.model)
         ]
-        for module in (self.model, *self.modules_given_packs):
+        for module in dict.fromkeys((self.model, *self.modules_given_packs)):  # the model may be one of these modules
             handles.append(module.register_forward_pre_hook(self._enter_forward, with_kwargs=True))
             # `always_call`, because after a forward that raises the next one must not be marked as packed
             handles.append(module.register_forward_hook(self._leave_forward, always_call=True))
@@ -187,12 +192,16 @@ class PackedForwardGuard(ModelHooks):
 
     def remove(self) -> None:
         super().remove()
+        self._leave_interrupted()
         for hooks in self._tower_hooks:
             hooks.remove()
         carry_boundaries(self._layers, False)
 
     def _enter_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Check the batch and enter its packed forward, if it is packed; return the arguments of the model."""
+        if model is self.model:  # no model calls itself, so an earlier forward that still runs was interrupted
+            self._leave_interrupted()
+        self._forwards.append(None)  # before the checks: if they raise, torch calls `_leave_forward`, too
         layout = layout_of(kwargs)  # which document each token belongs to; models do not take it
         kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT_KEY}
         if layout.is_packed:
@@ -209,13 +218,13 @@ class PackedForwardGuard(ModelHooks):
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
                 self.entered_forward = running
             enter_packed_forward(running)
+            self._forwards[-1] = running
             if running.kv_index is not None:
                 # Documents share prefixes, so keys have an index. For example, documents P C and P D with the prefix P
                 # are P C D in the batch, with boundaries around P C and around D. A module inside the model would take
                 # D alone for a document. So all boundaries (`CU_SEQ_LENS` and "seq_idx") are left out of the arguments,
                 # and only attention reads them, from the running forward (`varlen.py`).
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        self._packed_flags.append(layout.is_packed)
         return args, kwargs
 
     def _find_wrappers(self) -> None:
@@ -230,10 +239,18 @@ class PackedForwardGuard(ModelHooks):
 
     def _leave_forward(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
         """Leave the packed forward that `_enter_forward` entered, if any."""
-        # torch calls this hook even if the pre-hook raised. Then the list may be empty.
-        if self._packed_flags and self._packed_flags.pop():
-            leave_packed_forward()
+        # torch calls this hook even if a hook before `_enter_forward` has raised. Then the list may be empty.
+        running = self._forwards.pop() if self._forwards else None
+        if running is not None:
+            leave_packed_forward(running)
             self.entered_forward = None
+
+    def _leave_interrupted(self) -> None:
+        """Leave the packed forwards of this thread that were interrupted."""
+        for running in self._forwards[::-1]:
+            if running is not None and running in this_thread.packed_forwards:
+                leave_packed_forward(running)
+                self._forwards.remove(running)
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:

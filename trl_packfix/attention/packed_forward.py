@@ -245,11 +245,18 @@ def enter_packed_forward(running: PackedForward) -> None:
         running.mixers.enter()  # replaces the functions of mixers by functions that start anew in each document
 
 
-def leave_packed_forward() -> None:
-    """End the packed forward that was entered last."""
-    running = this_thread.packed_forwards.pop()
-    if running.mixers is not None:
-        running.mixers.leave()
+def leave_packed_forward(running: PackedForward) -> None:
+    """End the packed forward `running`, and all inside of it that were interrupted (see `ModelHooks`).
+
+    Without effect if it is not running in this thread.
+    """
+    forwards = this_thread.packed_forwards
+    is_left = all(forward is not running for forward in forwards)
+    while not is_left:
+        innermost = forwards.pop()
+        if innermost.mixers is not None:
+            innermost.mixers.leave()
+        is_left = innermost is running
 
 
 @contextmanager
@@ -259,7 +266,7 @@ def packed_forward_entered(running: PackedForward) -> Iterator[None]:
     try:
         yield
     finally:
-        leave_packed_forward()
+        leave_packed_forward(running)
 
 
 def in_backward() -> bool:

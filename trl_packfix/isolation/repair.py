@@ -18,11 +18,12 @@ Words:
 (`split`) and back (`join`), by the `TensorAxes` of the tensor: the axes that index tokens, and the axis of rows.
 """
 
+import threading
 from abc import abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,14 @@ class ValueOfBatches:
         return self.values[index]
 
 
+class RunningCall(NamedTuple):
+    """A call of a module that is running."""
+
+    module: nn.Module
+    thread: int  # in which it runs
+    around: AroundCall | None  # the generator that is around it; None if the call stays as it is
+
+
 class AroundCalls(ModelHooks):
     """Changes the inputs and the output of calls of some modules, while it is installed.
 
@@ -118,31 +127,47 @@ class AroundCalls(ModelHooks):
     def __init__(self, *modules: nn.Module):
         super().__init__()
         self._modules = modules
-        self._running: list[AroundCall | None] = []  # the generator of each call that runs, the innermost last
+        self._running: list[RunningCall] = []  # the innermost last
 
     def _register(self) -> list[RemovableHandle]:
         before = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in self._modules]
-        # The hook runs also after a call that raises, so that no generator of it remains in `_running`.
+        # The hook runs also after a call that raises, so that nothing of it remains in `_running`.
         return before + [module.register_forward_hook(self._after, always_call=True) for module in self._modules]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         """Run `_around` to its first yield, as a hook before a call, and return the changed arguments."""
-        call = self._around(module, args, kwargs)
-        inputs = next(call, None)  # None if `_around` has returned without a yield: the call stays as it is
-        self._running.append(None if inputs is None else call)
+        thread = threading.get_ident()
+        # No module calls itself, so an earlier call in this thread that still runs was interrupted.
+        if any(running.module is module and running.thread == thread for running in self._running):
+            self._end_interrupted()
+        around = self._around(module, args, kwargs)
+        inputs = next(around, None)  # None if `_around` has returned without a yield: the call stays as it is
+        self._running.append(RunningCall(module, thread, None if inputs is None else around))
         return inputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Run `_around` to its second yield, as a hook after the call, and return the changed output."""
-        call = self._running.pop() if self._running else None
-        if call is None:
+        around = self._running.pop().around if self._running else None
+        if around is None:
             return output
         if output is None:  # the call has raised, or it has no output to change
-            call.close()
+            around.close()
             return None
-        return call.send(output)
+        return around.send(output)
+
+    def remove(self) -> None:
+        super().remove()
+        self._end_interrupted()
+
+    def _end_interrupted(self) -> None:
+        """End the generators around the calls of this thread that were interrupted."""
+        for running in self._running[::-1]:
+            if running.thread == threading.get_ident():
+                if running.around is not None:
+                    running.around.close()
+                self._running.remove(running)
 
     @abstractmethod
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:

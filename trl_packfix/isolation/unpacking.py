@@ -56,8 +56,7 @@ class UnpackedForward(AroundCalls):
             return args, {name: value for name, value in kwargs.items() if name != LAYOUT_KEY}
 
         def forget_boundaries(*call: object) -> None:
-            # torch calls this hook also if another hook has raised before `note_boundaries` ran
-            if self._boundaries:
+            if self._boundaries:  # empty if another hook has raised before `note_boundaries` ran
                 self._boundaries.pop()
 
         return [
@@ -65,6 +64,10 @@ class UnpackedForward(AroundCalls):
             self.model.register_forward_hook(forget_boundaries, always_call=True),
             *super()._register(),
         ]
+
+    def remove(self) -> None:
+        super().remove()
+        self._boundaries.clear()  # of forwards that were interrupted
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         """Yield the arguments for the first batch of documents, get its output, and yield the output for the pack.

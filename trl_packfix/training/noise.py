@@ -62,6 +62,10 @@ class DocumentNoise(ModelHooks):
             self.model.get_input_embeddings().register_forward_hook(self._add_noise),
         ]
 
+    def remove(self) -> None:
+        super().remove()
+        self._running.clear()  # of forwards that were interrupted
+
     def _push_documents(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the documents of a forward that begins."""
         bounds = kwargs.get("cu_seq_lens_q")

@@ -107,6 +107,25 @@ def test_names_are_replaced_while_a_pack_runs_only():
     guard.remove()
 
 
+def test_names_are_put_back_after_a_training_that_was_interrupted(tmp_path):
+    """After Ctrl-C, often in a notebook, torch calls no hook behind the modules that were running."""
+    model = build_tiny_model("qwen3_next")
+    before = functions(model)
+    trainer = build_trainer(tmp_path, texts(), model=model, max_steps=2)
+    during = []
+
+    def interrupt(*call):
+        if trainer.state.global_step == 1:
+            during.append(functions(model))
+            raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert during[0] != before, "no pack was interrupted"
+    assert functions(model) == before
+
+
 def test_two_threads_run_packs_at_once():
     """After the first pack has put its functions back, the second pack still separates its documents."""
     first = packing_model()

@@ -245,6 +245,27 @@ def test_generation_is_unchanged(model_type):
     assert record.tokens.padded == padded
 
 
+def test_rows_are_packed_after_a_forward_that_was_interrupted():
+    """After Ctrl-C, often in a notebook, torch calls no hook behind the modules that were running."""
+    model = build_tiny_model("llama")
+    record = pack_forward(model)
+    batch = rows_that_share()
+    wanted = model(**batch, use_cache=False).logits
+    padded = record.tokens.padded
+
+    def interrupt(*call):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch, use_cache=False)
+    handle.remove()
+    assert this_thread.packed_forwards, "no forward was interrupted"
+    assert torch.equal(model(**batch, use_cache=False).logits, wanted)
+    assert record.tokens.padded == 3 * padded
+    assert not this_thread.packed_forwards
+
+
 def test_what_a_pack_would_need_in_its_own_order_is_named():
     model = build_tiny_model("llama")
     pack_forward(model)

@@ -291,8 +291,8 @@ class PackedRows(AroundCalls):
         # First, decide whether this call is packed, and make the pack. Calls within a packed call get the pack already.
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        # `_running` has an entry for each call under way. It is None for a call that runs with its own inputs
-        is_within_packed_call = any(self._running)
+        # `_running` has an entry for each call under way. Its `around` is None for a call that runs with its own inputs
+        is_within_packed_call = any(running.around is not None for running in self._running)
         if self.is_active and not is_within_packed_call and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and self._compares:
