@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sweep import zoo
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.isolation import check_isolation as isolation
-from trl_packfix.isolation.probe import Probe
+from trl_packfix.isolation.probe import DOCUMENT_LENGTHS, Probe
 from trl_packfix.isolation.probed_model import MAX_NOISE
 from trl_packfix.isolation.thresholds import thresholds
 
@@ -104,6 +105,52 @@ def test_a_leak_is_found_at_any_distance_up_to_max_length(distance):
     assert report.reach < distance
     with pytest.raises(PackingLeakError, match=r"changed others by .*Information crosses in model\.layers\.0\.mlp"):
         report.raise_if_leaking()
+
+
+class NotFinite(torch.nn.Module):
+    """Changes one number of the first token to `value` in packs of more tokens than the first pack of the probe has."""
+
+    def __init__(self, inner, value):
+        super().__init__()
+        self.inner = inner
+        self.value = value
+
+    def forward(self, states):
+        output = self.inner(states)
+        if output.shape[1] > sum(DOCUMENT_LENGTHS):
+            output = output.clone()
+            output[0, 0, 0] = self.value
+        return output
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_a_leak_that_makes_nan_or_infinity_is_found_with_the_place(value):
+    model = build_tiny_model()
+    model.model.layers[0].mlp = NotFinite(model.model.layers[0].mlp, value)
+    report = judged(model)
+    assert report.max_change == inf
+    assert [leak.name for leak in report.leaks] == ["model.layers.0.mlp"]
+
+
+class NanGradient(torch.autograd.Function):
+    """The identity, whose gradient is NaN for the first token of the row."""
+
+    @staticmethod
+    def forward(ctx, states):
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_fill(1, torch.tensor([0]), nan)
+
+
+def test_a_gradient_of_nan_that_crosses_is_a_leak():
+    model = build_tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: NanGradient.apply(output))
+    report = judged(model)
+    assert report.max_change == 0
+    assert report.max_gradient == inf
+    assert not report.isolated
 
 
 def all_ones_mask(kwargs):

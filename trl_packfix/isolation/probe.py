@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import inf
+from math import inf, isnan
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -391,7 +391,8 @@ class Probe(ProbedModel):
                 error.
 
         Returns:
-            The largest error of both kinds, 0 if there is none, or None if the model has no such gradients.
+            The largest error of both kinds, infinity if it is NaN, 0 if there is none, or None if the model has no
+            such gradients.
         """
         error = 0.0
         # For each target the gradient with respect to the embeddings of the whole pack, (T, hidden)
@@ -424,9 +425,11 @@ class Probe(ProbedModel):
                 scale = gradient_alone.abs().max().item()
                 # A gradient of 0 in a row that has one alone was not sent back to its rank.
                 is_lost = ((gradient_in_pack == 0).all(-1) & (gradient_alone != 0).any(-1)).any().item()
-                gap = inf if is_lost else (gradient_in_pack - gradient_alone).abs().max().item() / scale
-                error = max(error, gap if gap > limit or is_lost else 0.0)
-            error = max(error, crossing if crossing > crossing_limit * scale else 0.0)
+                gap = (gradient_in_pack - gradient_alone).abs().max().item() / scale
+                if is_lost or not gap <= limit:
+                    error = max(error, inf if is_lost or isnan(gap) else gap)
+            if crossing and not crossing <= crossing_limit * scale:
+                error = max(error, inf if isnan(crossing) else crossing)
         return error
 
     @property

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -317,7 +318,7 @@ def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
 
 
 def _largest_change(first: Values, second: Values, spans: Spans) -> float:
-    """Return the largest change of some tokens, relative to the largest value of each tensor.
+    """Return the largest change of some tokens, relative to the largest finite value of each tensor.
 
     It is 0 if no tensors can be compared.
 
@@ -337,13 +338,19 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
             after = torch.view_as_real(after)
         before = to_exact(before)  # in fp64, in which a difference is hardly rounded
         after = to_exact(after)
-        scale = before.abs().max().clamp(min=1e-30)
-        gaps = [(before[first_span] - after[second_span]).abs() for first_span, second_span in spans]
+        scale = before.abs().nan_to_num(nan=0.0, posinf=0.0).max().clamp(min=1e-30)
+        gaps = [_distances(before[first_span], after[second_span]) for first_span, second_span in spans]
         changes += [gap.max() / scale for gap in gaps if gap.numel()]
     if not changes:
         return 0.0
     # All changes are read from the device at once, not one per tensor and document.
     return max(0.0, *torch.stack([change.to(changes[0].device) for change in changes]).tolist())
+
+
+def _distances(before: Tensor, after: Tensor) -> Tensor:
+    """Return by how much each number changes: 0 for equal infinities and for two NaN, infinity for a change to NaN."""
+    is_equal = (before == after) | (before.isnan() & after.isnan())
+    return (before - after).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(is_equal, 0.0)
 
 
 def _numeric_values(values: Values) -> Values:
