@@ -184,7 +184,7 @@ class ProbeMeasurement:
         documents: the pack on which rounding is measured. Most pairs of runs are this pack and another run.
 
     Attributes:
-        scale: the largest state of the documents, to which gaps are relative.
+        scale: the largest finite state of the documents, to which gaps are relative.
         rounding: the relative change that rounding inside one module may cause.
         tolerance: the relative change that rounding may cause at the end of the model. A larger gap is a defect.
     """
@@ -197,7 +197,9 @@ class ProbeMeasurement:
         with probe.unpacked(max(map(len, documents))):
             # By the id of the document, because tensors are no keys
             self._states_alone = {id(document): probe.forward_alone(document) for document in documents}
-        self.scale = max(states.abs().max().item() for states in self._packed_states)
+        # Relative to infinity every change would be 0.
+        finite_states = [states[states.isfinite()].abs() for states in self._packed_states]
+        self.scale = max((states.max().item() for states in finite_states if states.numel()), default=1.0)
         self.rounding = probe.rounding
         self.tolerance = self.rounding
         # The last pack that was a first run, and its states: the first run of the next pair is often the same.
