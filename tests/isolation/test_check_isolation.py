@@ -369,6 +369,12 @@ def test_documents_that_do_not_stand_one_after_the_other_are_not_traced(traced):
     assert traced == []
 
 
+def test_a_pair_that_shows_no_change_is_not_returned_after_one_that_does(traced):
+    _, pair, pairs = find_modules(ScriptedProbe(rounding=HALF), [(1e-9, True, False), (0.0, True, False)])
+    assert len(traced) == 1
+    assert pair is pairs[0]
+
+
 @pytest.mark.parametrize("rounding, called", [(1e-4, 0), (1.01e-4, 3), (HALF, 3)])
 def test_in_half_precision_modules_are_compared_one_by_one(traced, rounding, called):
     probe = ScriptedProbe(rounding=rounding)

@@ -419,10 +419,11 @@ def _find_leaking_modules(
     if measurement.rounding <= HALF_PRECISION_TOLERANCE:
         return [], pair
     # At the end of a deep model, rounding in half precision may hide a leak. It cannot in the module where it begins.
-    # So search in each pair, until modules are found. Without any, the last pair of `changes` is returned.
-    for size, pair in changes:
-        if not probe.on_any_rank(size):  # nothing has changed at all
+    # So search in each pair, until modules are found. Without any, the pair of the last search is returned.
+    for gap in changes:
+        if not probe.on_any_rank(gap.size):  # nothing has changed at all
             continue
+        pair = gap.pair
         measurement.measure_repetition()
         rounding = measurement.rounding
         if pair.is_large:  # recording all modules for a long document would need too much memory
