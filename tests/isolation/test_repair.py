@@ -296,6 +296,47 @@ def test_indices_as_wide_as_a_document_stay_with_the_documents_of_a_repaired_mod
                 assert (parameter.grad - expected.grad).abs().max() <= 1e-4 * scale, name
 
 
+class LeakyAttention(torch.nn.Module):
+    """Adds the output at the token before, and returns a second value for rows of several tokens only."""
+
+    def __init__(self, inner, make_value):
+        super().__init__()
+        self.inner = inner
+        self.make_value = make_value
+
+    def forward(self, hidden_states, **kwargs):
+        output, _ = self.inner(hidden_states, **kwargs)
+        output = output + 0.3 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+        return output, self.make_value(output) if output.shape[1] > 1 else None
+
+
+def leaky_model(make_value):
+    """Return a model whose attention is `LeakyAttention`, repaired, and the list of what its second layer returns."""
+    model = build_tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn = LeakyAttention(layer.self_attn, make_value)
+    assert packed_model(model).prove(model).repaired[0].module == "LeakyAttention"
+    values = []
+    model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: values.append(output[1]))
+    return model, values
+
+
+def test_a_value_that_some_rows_lack_is_refused_where_it_would_be_joined():
+    model, values = leaky_model(lambda output: output.mean(-1))
+    model(**pack([9, 4, 7]))
+    assert values[0].shape == (1, 20), "the value was not joined"
+    with pytest.raises(ValueError, match=r"LeakyAttention.* tensor at \[1\] for 1 of 2 .*None.*Set on_leak=\"unpack\""):
+        model(**pack([9, 1]))
+
+
+def test_a_value_that_some_rows_lack_stays_with_its_rows_where_it_cannot_be_joined():
+    model, values = leaky_model(lambda output: torch.ones(1, *output.shape[1:2] * 2, dtype=torch.bool).tril())
+    model(**pack([1, 9]))
+    longest, shortest = (values[0].select(values[0].batches, i) for i in range(2))
+    assert longest.shape == (1, 9, 9)
+    assert shortest is None
+
+
 def test_a_value_of_other_batches_is_refused():
     undivided, divided = (DocumentRows([5, 2], torch.device("cpu"), budget) for budget in (inf, 0))
     value = ValueOfBatches(divided, [torch.zeros(1, 5, 5), torch.ones(1, 2, 2)])

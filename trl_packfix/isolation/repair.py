@@ -88,21 +88,22 @@ class ValueOfBatches:
 
     Attributes:
         batches: the division of documents into batches.
-        values: one tensor per batch, of any shapes.
+        values: one tensor per batch, of any shapes, or None where the module returned none.
     """
 
     batches: DocumentRows
-    values: list[Tensor]
+    values: list[Tensor | None]
 
-    def select(self, batches: DocumentRows, index: int) -> Tensor:
+    def select(self, batches: DocumentRows, index: int) -> Tensor | None:
         """Return the value of batch `index` of `batches`, the batches in which the reading module runs.
 
         Raises:
             ValueError: the value was computed in other batches.
         """
         if batches is not self.batches:
+            shape = next(tuple(value.shape) for value in self.values if value is not None)
             raise ValueError(
-                f"a repaired module got a value of shape {tuple(self.values[0].shape)} that another repaired module "
+                f"a repaired module got a value of shape {shape} that another repaired module "
                 f"computed in {len(self.batches.padded_batches)} batches of documents, and it computes "
                 f"{len(batches.padded_batches)}: it is unknown how to divide such a value again. Set "
                 'on_leak="unpack".'
@@ -237,7 +238,7 @@ class RepairedModule(AroundCalls):
         joined = []
         for leaves_at_place in zip(*leaves_by_batch, strict=True):
             places, values = zip(*leaves_at_place, strict=True)
-            joined.append(self._join_batches(places[0], values, batches))
+            joined.append(self._join_batches(module, places[0], values, batches=batches))
         yield tree_unflatten(joined, trees[0])
 
     def _inputs_of_batch(
@@ -273,11 +274,16 @@ class RepairedModule(AroundCalls):
             values.append(value)
         return tree_unflatten(values, tree)
 
-    def _join_batches(self, place: str, values: tuple[object, ...], batches: DocumentRows) -> object:
+    def _join_batches(
+        self, module: nn.Module, place: str, values: tuple[object, ...], *, batches: DocumentRows
+    ) -> object:
         """Return the value that the pack has at a place of the output.
 
         Args:
             values: the value that the module returned at this place for each batch.
+
+        Raises:
+            ValueError: tensors would be joined, and some batches have none.
         """
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors:
@@ -286,12 +292,18 @@ class RepairedModule(AroundCalls):
         # `widening`: places of tensors with a further axis whose size depends on the row length, such as top-k indices.
         # Neither these nor masks, with two token axes, can be joined to one tensor.
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
+            if len(tensors) < len(values):
+                raise ValueError(
+                    f"a repaired {type(module).__name__} returned a tensor at {place or 'its output'} for "
+                    f"{len(tensors)} of {len(values)} batches of documents, and None for the others: what documents "
+                    'without a tensor have in the pack is unknown. Set on_leak="unpack".'
+                )
             return batches.join(tensors, axes)
         # Integers are indices, which count the tokens of a row. They stay apart for each batch, in an object that is no
         # tensor. That is impossible for floats, which may have a gradient: a reentrant checkpoint handles gradients of
         # tensors only.
         if axes is not None and not tensors[0].is_floating_point():
-            return ValueOfBatches(batches, tensors)
+            return ValueOfBatches(batches, [value if isinstance(value, Tensor) else None for value in values])
         # Final states of rows and attention weights have no form in a pack. None makes their use raise an error. A
         # scalar, such as a loss, is that of the pack only if all documents were in one batch.
         is_scalar = tensors[0].dim() == 0
