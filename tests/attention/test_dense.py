@@ -4,6 +4,8 @@ On a CPU torch's own kernel of `scaled_dot_product_attention` stands in for cuDN
 FlashAttention-2 kernels.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from support.attention import outputs_and_gradients, pack_alone, random_inputs
@@ -89,6 +91,31 @@ def test_a_kind_of_heads_is_measured_once(kernels, monkeypatch):
         attend_pack_on_cuda(*states_of(length), pack_alone([length]), scale=SCALE)
     assert calls == [[(1, 4, 24, 16), (1, 2, 24, 16), (1, 2, 24, 16)]]
     assert len(kernels.forwards) == 2
+
+
+def test_gradients_of_nan_are_wrong(monkeypatch):
+    class NanGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, states):
+            return states.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("nan")
+
+    now = [0.0]
+    monkeypatch.setattr(dense, "_time_when_finished", lambda device: now[0])
+
+    def attend_on_flash(*states):
+        now[0] += 1
+        return dense.attend_dense(*states, scale=SCALE)
+
+    def attend_with_nan(query, key, value):
+        return dense.attend_dense(query, key, NanGradient.apply(value), scale=SCALE)
+
+    states = [x.detach() for x in states_of()]
+    assert dense.is_faster(partial(dense.attend_dense, scale=SCALE), attend_on_flash, states), "only NaN may be wrong"
+    assert not dense.is_faster(attend_with_nan, attend_on_flash, states)
 
 
 def raising(*states):
