@@ -93,6 +93,15 @@ def test_a_kind_of_heads_is_measured_once(kernels, monkeypatch):
     assert len(kernels.forwards) == 2
 
 
+def test_heads_with_other_values_are_measured_by_themselves(kernels, monkeypatch):
+    calls = []
+    monkeypatch.setattr(dense, "is_faster", lambda dense_attend, on_flash, states: calls.append(states) or False)
+    query, key, value = states_of()
+    for values in (value, value[..., :8], value):
+        attend_pack_on_cuda(query, key, values, pack_alone([LENGTH]), scale=SCALE)
+    assert [states[2].shape[-1] for states in calls] == [16, 8]
+
+
 def test_gradients_of_nan_are_wrong(monkeypatch):
     class NanGradient(torch.autograd.Function):
         @staticmethod

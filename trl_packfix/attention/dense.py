@@ -44,6 +44,7 @@ class HeadKind(NamedTuple):
     heads: int
     key_heads: int
     head_dim: int
+    value_dim: int
 
 
 measured: dict[HeadKind, bool] = {}  # for each kind that was measured, whether it runs on cuDNN
@@ -69,15 +70,18 @@ def uses_dense(
         scale: factor of the logits.
         attend_on_flash: computes the attention of one document on the FlashAttention-2 kernels.
     """
-    query, key, _ = tensors
+    query, key, value = tensors
     # First, because in compiled code each later condition would add a guard on the shapes of the pack
     if torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
         return False
     # A `kv_index` means that documents share a prefix.
     is_one_document = pack.kv_index is None and len(pack.cu_seq_lens_q) == 2
-    if not is_one_document or query.shape[2] < LONG_DOCUMENT or query.numel() > MAX_ELEMENTS:
+    if not is_one_document or query.shape[2] < LONG_DOCUMENT:
         return False
-    kind = HeadKind(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3])
+    most_elements = query.shape[1] * query.shape[2] * max(query.shape[3], value.shape[3])  # of queries or of the output
+    if most_elements > MAX_ELEMENTS:
+        return False
+    kind = HeadKind(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     if kind not in measured:
         first_tokens = [x[:, :, :MEASURED_TOKENS].detach() for x in tensors]
         attend_on_cudnn = partial(attend_dense, scale=scale)
