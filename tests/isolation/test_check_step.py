@@ -82,6 +82,15 @@ def test_it_says_what_it_cannot_see():
     assert "the step takes targets from `input_ids`" in str(no_values)
 
 
+def test_it_does_not_see_shifts_where_all_tokens_are_equal():
+    model, step, collate, _ = loops.make()
+    equal = [{"input_ids": [7] * n, "labels": [7] * n} for n in (5, 6, 7, 8)]
+    report = check_step(step, collate, equal, model)
+    assert "shift" not in [law.name for law in report.laws]
+    assert "targets from `input_ids`" not in str(report)
+    assert "predicted from the tokens before it: all tokens of the documents are 7" in str(report)
+
+
 def test_parameters_without_a_gradient_are_named():
     model, step, collate, _ = loops.make()
     model.position.register_forward_hook(lambda module, args, output: output.detach())

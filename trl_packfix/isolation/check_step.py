@@ -334,7 +334,11 @@ class _StepProbe:
         if self.reference is None:
             yield "a factor or a term that every document has. Give `reference`"
         if "shift" not in [law.name for law in laws]:
-            yield "whether a label is predicted from the tokens before it: the step takes targets from `input_ids`"
+            first_token = self.documents[0]["input_ids"][0]
+            cause = "the step takes targets from `input_ids`"
+            if self._other_token(first_token) is None:
+                cause = f"all tokens of the documents are {first_token}. Give documents of different tokens"
+            yield f"whether a label is predicted from the tokens before it: {cause}"
         parameters = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         products = torch.stack(self.gradients_alone)  # (documents, parameters, vectors)
         gets_gradient = products.ne(0).any(-1).any(0).tolist()  # of each parameter, whether any document gives it one
