@@ -420,6 +420,17 @@ def test_each_kind_of_layer_may_have_rope_of_its_own():
     assert [leak.module for leak in report.leaks] == ["Gemma3RotaryEmbedding"]
 
 
+@current_models
+def test_each_length_is_a_threshold_where_rope_of_two_kinds_of_layers_depends_on_length():
+    short, long = (longrope(2.0)["rope_parameters"] for _ in range(2))
+    long["original_max_position_embeddings"] = 100
+    for first, last in ((short, long), (long, short)):
+        rope = {"sliding_attention": first, "full_attention": last}
+        config = build_tiny_model("gemma3", rope_parameters=rope).config
+        assert {48, 100} <= {*thresholds(config, 1024, 13)[0].values()}
+        assert 48 in thresholds(config, 64, 13)[0].values()
+
+
 def test_what_lies_beyond_the_positions_of_the_model_is_no_threshold_of_a_shorter_run():
     config = build_tiny_model("mistral", sliding_window=8192, **DYNAMIC | {"max_position_embeddings": 4096}).config
     assert config.max_position_embeddings == 4096

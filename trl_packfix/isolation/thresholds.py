@@ -97,7 +97,7 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
     rope = vars(config).get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
-    lengths = {}
+    lengths: dict[str, int] = {}
     layer_types: list[str | None] = [*nested_rope_keys(config, rope)]
     for layer_type in layer_types or [None]:
         parameters = rope if layer_type is None else rope[layer_type]
@@ -106,7 +106,8 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
         for name in ROPE_LENGTH_FIELDS:
             length = parameters.get(name, vars(config).get(name))
             if _is_length(length) and _depends_on_length(config, parameters, layer_type, length=length):
-                lengths[name] = length  # of the last type of layers, if they differ
+                is_new = lengths.get(name, length) != length  # another type of layers has another length
+                lengths[f"{name} of {layer_type}" if is_new else name] = length
     return lengths
 
 
