@@ -66,6 +66,11 @@ def test_a_rank_that_is_alone_communicates_with_no_rank(monkeypatch):
     assert not exchange_halo(query[0], 2, group_of_one).any()
 
 
+def test_a_convolution_of_one_token_needs_no_rows_of_other_ranks(monkeypatch):
+    monkeypatch.setattr(exchange, "exchange_pieces", None)
+    assert exchange_halo(torch.randn(1, 5, 4), 0, Group(2)).shape == (1, 0, 4)
+
+
 def attend(tokens, forward, **kwargs):
     q = k = v = torch.randn(1, 2, tokens, 4)
     with packed_forward_entered(forward):
