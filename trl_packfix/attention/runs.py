@@ -235,6 +235,7 @@ def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
 def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]:
     """Return launches of consecutive runs, each with at most `most_keys` keys, or with one run that has more keys."""
     assert pack.kv_index is not None
+    # A run has the same number here as in the boundaries: collators put empty runs, which are left out, at the end.
     runs = runs_of(pack)
     launch_starts = [0]  # the first run of each launch
     for i, run in enumerate(runs):

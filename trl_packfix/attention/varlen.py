@@ -155,7 +155,9 @@ def varlen_attention(
         query, key, value = cast_for_autocast(module, query, key, value)
         num_rows, _, num_queries, _ = query.shape
         is_causal = attention_mask is None and num_queries > 1 and _is_causal(module, kwargs)
-        if is_causal:  # A static cache may have more keys than the prompt has queries. Then only the first are filled.
+        # A static cache may have more keys than the prompt has queries. Then only the first are filled: transformers
+        # makes a mask if an earlier forward has filled some.
+        if is_causal:
             key = key[:, :, :num_queries]
             value = value[:, :, :num_queries]
         # In fp32, flash kernels of CUDA raise an error, which is right for a pack. Other calls must have a result.

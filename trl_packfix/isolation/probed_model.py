@@ -131,7 +131,7 @@ class ProbedModel:
             if selects_logits:
                 # The index of one token. A number of tokens would make layers that share keys (Gemma 4) compute the
                 # states of the last tokens only.
-                batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)}
+                batch = batch | {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)}
             for backbone in backbones or [self.inner]:
                 hooks.enter_context(backbone.register_forward_hook(lambda module, args, out: caught.append(out[0])))
         else:
@@ -303,7 +303,7 @@ class ProbedModel:
         for sets_of_forward in [row_sets] if group.is_alone else [[rows] for rows in row_sets]:
             with self.embeddings() as embedded:
                 # The model inside DDP runs, because DDP would wait for the gradients of parameters.
-                states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
+                states = self.states(batch, from_backbone=self.has_engine, model=self._below_ddp)[0]
                 for rows in sets_of_forward:
                     # A document has the same weights in a pack and alone: they depend on its length only.
                     generator = torch.Generator().manual_seed(len(rows))
