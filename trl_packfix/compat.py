@@ -447,11 +447,24 @@ def train_mode_kept(model: nn.Module) -> Iterator[None]:
     if not is_plain or not all(module.training for module in walk_modules(model)):
         yield
         return
-    vars(model)["train"] = lambda mode=True: model if mode else type(model).train(model, mode)
+    vars(model)["train"] = _KeptTrainMode(model)
     try:
         yield
     finally:
         vars(model).pop("train", None)
+
+
+class _KeptTrainMode:
+    """The method `train` of a model in `train_mode_kept`. A copy of the model gets the method of its class in place."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        return self._model if mode else type(self._model).train(self._model, mode)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # also for `copy.deepcopy`, with the copy of the model
+        return MethodType, (type(self._model).train, self._model)
 
 
 def walk_modules(model: nn.Module) -> Iterator[nn.Module]:

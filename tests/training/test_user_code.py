@@ -287,6 +287,17 @@ def test_a_teacher_with_a_forward_of_its_own_gets_single_documents(replace_forwa
     assert isfinite(trainer.train().training_loss)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_deep_copy_that_is_made_in_a_step_is_refused(bf16, tmp_path):
+    class Copying(with_teacher(SFTTrainer)):
+        def compute_loss(self, *args, **kwargs):
+            self.teacher = copy.deepcopy(self.model).eval()
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(ValueError, match=r"A deep copy of a LlamaForCausalLM .*`del copy.forward`"):
+        run_training(tmp_path, documents(), trainer_class=Copying, bf16=bf16, **SEVERAL)
+
+
 def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
     trainer = build_trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
     trainer.teacher = copy.deepcopy(trainer.model).eval()
@@ -295,6 +306,21 @@ def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
     del trainer.teacher.forward
     prepare_for_packing(trainer.teacher, max_length=64)
     assert isfinite(trainer.train().training_loss)
+
+
+def test_the_mode_of_a_deep_copy_that_is_made_in_a_step_is_its_own(tmp_path):
+    copies = []
+
+    class Copying(SFTTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            copies.append(copy.deepcopy(model))
+            assert copies[-1].eval() is copies[-1]
+            assert model.training
+            return super().compute_loss(model, *args, **kwargs)
+
+    run_training(tmp_path, documents(), trainer_class=Copying, **SEVERAL)
+    assert not any(module.training for module in copies[-1].modules())
+    assert all(module.training for module in copies[-1].train().modules())
 
 
 # Callbacks that change the model
