@@ -31,7 +31,7 @@ from support.runs import (
     tokenised,
     weights,
 )
-from support.user_code import USER_CODE, with_mean, with_step, with_sum, with_teacher
+from support.user_code import USER_CODE, with_mean, with_scaled_mean, with_step, with_sum, with_teacher
 from support.versions import trl_trains
 from transformers import TrainerCallback
 
@@ -113,6 +113,29 @@ def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
         unpacked.train()
         tokens, expected = ([entry["num_tokens"] for entry in log_of_steps(run)] for run in (trainer, unpacked))
         assert tokens == expected
+
+
+def test_a_mean_is_divided_by_the_micro_batches_of_all_ranks(tmp_path, monkeypatch):
+    """In a step of two micro-batches this rank has two documents, and another rank has one and a dummy."""
+    divisors = []
+
+    class Noting(with_scaled_mean(SFTTrainer)):
+        def compute_loss(self, *args, **kwargs):
+            divisors.append(self.current_gradient_accumulation_steps)
+            return super().compute_loss(*args, **kwargs)
+
+    settings = {"packing_strategy": "minibatch", "per_device_train_batch_size": 1, "max_steps": 1}
+    trainer = build_trainer(
+        tmp_path, documents().select([0, 1]), trainer_class=Noting, gradient_accumulation_steps=2, **settings
+    )
+    reduce = trainer.accelerator.reduce
+
+    def reduce_over_two_ranks(value, reduction="sum", **kwargs):
+        return (value + 1) / 2 if reduction == "mean" else reduce(value, reduction, **kwargs)
+
+    monkeypatch.setattr(trainer.accelerator, "reduce", reduce_over_two_ranks)
+    trainer.train()
+    assert divisors == [1.5, 1.5]
 
 
 def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):

@@ -57,7 +57,7 @@ class TrainerView(Protocol):
     router_aux_loss_coef: float
     neftune_noise_alpha: float | None
     model_accepts_loss_kwargs: bool  # whether the loss gets the number of trained tokens of an optimizer step
-    current_gradient_accumulation_steps: int
+    current_gradient_accumulation_steps: float
     _loss_shifts_labels: bool  # whether TRL's loss leaves out the first label of a row, which no token predicts
     _total_train_tokens: int  # logged as `num_tokens`
     _metrics: dict[str, Any]  # lists of values by mode ("train" or "eval") and name; TRL's `log` averages them

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..data.collator import IGNORE_INDEX
@@ -49,7 +50,8 @@ class UserCode(TrainerPart):
         super().__init__(trainer)
         self._package_class = package_class
         self._dummy_loss = dummy_loss
-        self._num_filled = 0  # number of micro-batches of the current step with a trained token
+        # Number of micro-batches of the current step with a trained token, on a rank in the mean
+        self._num_filled = 0.0
         # Within `without_dummies`, the value that `methods` had before this context. The context replaces
         # `training_step`, which would then count as the user's. None outside of the context
         self._methods_in_training: list[str] | None = None
@@ -106,9 +108,15 @@ class UserCode(TrainerPart):
         return nullcontext() if self.args.torch_compile else refused_if_unprepared(inputs)
 
     def count_batches_for_user_code(self, batches: list[dict[str, Any]]) -> None:
-        """Count the micro-batches of an optimizer step on which the user's code will run."""
+        """Count the micro-batches of an optimizer step on which the user's code will run. All ranks must call it.
+
+        Ranks may have different numbers of dummies. DDP averages gradients over ranks, so if each loss is divided by
+        the mean of the counts, every micro-batch of the step counts the same.
+        """
         if self.args.packing and self.methods:
-            self._num_filled = sum(map(has_trained_tokens, batches))
+            accelerator = self._trainer.accelerator
+            num_filled = torch.tensor(float(sum(map(has_trained_tokens, batches))), device=accelerator.device)
+            self._num_filled = float(accelerator.reduce(num_filled, reduction="mean"))
 
     def _training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Run the user's step, or this package's step if the micro-batch is a dummy, and return its loss."""
@@ -116,6 +124,7 @@ class UserCode(TrainerPart):
         # First case: a micro-batch with documents
         if has_trained_tokens(inputs):
             # transformers divides a loss by this number if it is a mean over a micro-batch. Dummies must not count.
+            # The number may be a fraction, because it is a mean over ranks
             trainer.current_gradient_accumulation_steps = self._num_filled
             # The user may call other prepared models with these inputs, and they refuse a pack with a cache
             inputs["use_cache"] = False
