@@ -202,6 +202,12 @@ def test_a_gap_that_is_gone_when_ties_are_broken_in_order_is_no_problem():
     assert losses == []
 
 
+def test_a_rank_that_finds_no_difference_says_that_another_has():
+    step = ScriptedFirstStep(_describe_difference=lambda packs, packed, unpacked, limits: "")
+    step._probe.is_beyond = lambda gaps, limits: True  # on another rank
+    assert "another rank" in step.compare().problem
+
+
 def test_a_step_without_gradients_is_compared_by_its_loss():
     step = ScriptedFirstStep(lambda: _StepGradients(1.01, None), lambda: _StepGradients(1.0, None))
     comparison = step.compare()

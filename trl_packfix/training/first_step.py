@@ -198,7 +198,8 @@ class FirstStep(TrainerPart):
                     unpacked = self._train_unpacked(packs)
                     gaps = self._measure_gaps(packed, unpacked)
                     if self._probe.is_beyond(gaps, limits):
-                        problem = self._describe_difference(packs, packed, unpacked, limits=limits)
+                        difference = self._describe_difference(packs, packed, unpacked, limits=limits)
+                        problem = difference or "another rank has found a difference, and this rank has not"
         self._trainer.model.zero_grad(set_to_none=True)
 
         # Fourth, prepare `compare_longer`. If forward passes of the unwrapped model do not wait for other ranks, each
