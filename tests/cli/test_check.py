@@ -142,6 +142,12 @@ def test_check_a_model(saved, output_of):
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
 
 
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
+@pytest.mark.parametrize("flag", ["--no-enforce-flash-attention", "--enforce_flash_attention=false"])
+def test_the_attention_of_the_model_is_kept_by_both_forms_of_the_flag(flag, saved, printed):
+    assert printed("check", saved / "llama", flag)["attention"] == "sdpa"
+
+
 @pytest.mark.parametrize("words", [[], ["--config-only"]])
 def test_the_model_of_the_revision_is_tested(words, saved, monkeypatch, output_of):
     """Record what transformers is asked for, because no revision is in a folder."""

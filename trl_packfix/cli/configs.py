@@ -212,7 +212,9 @@ def parse_configs(
 
     # 2. Set the defaults. Whether packing is on by default depends on `padding_free`.
     flag_names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-    names_set = flag_names | settings.keys()
+    # `--no_NAME` sets the field NAME
+    fields = {flag.removeprefix("--"): action.dest for action in parser._actions for flag in action.option_strings}
+    names_set = {fields.get(name, name) for name in flag_names} | settings.keys()
     if "tokens_per_rank" in names_set:
         defaults = {"per_device_train_batch_size": 1} | defaults  # `tokens_per_rank` is the size of micro-batches
     packing_defaults = {"packing": True, "padding_free": settings.get("padding_free", False)}
