@@ -190,7 +190,7 @@ class PrefixCollator(PackedDataCollator):
             rows = rows_of_documents[i]
             next_labels = labels[i][1:]
             is_trained = next_labels != IGNORE_INDEX
-            num_documents[rows] += is_trained.any()
+            num_documents[rows] += is_trained.any()  # the rows of a document are different ones
             rows_before = rows[: len(is_trained)]  # row i predicts token i + 1
             target_rows.append(rows_before[is_trained] + 1)
             row_labels[target_rows[-1]] = next_labels[is_trained]
