@@ -323,7 +323,7 @@ def test_memory_without_data(workplace, monkeypatch, output_of, printed):
     assert "LoRA, DDP on 1 GPU fits without" in shown
     assert shown.count("LoRA, ZeRO-2") == 8
     assert "Modelled: gathered" in shown
-    assert "one H200 took" in shown
+    assert "on an H200 and an H100" in shown
 
 
 def test_memory_of_several_lengths_is_one_answer(workplace, printed):
