@@ -81,6 +81,19 @@ def test_a_terminal_without_the_characters_gets_escapes_and_a_closed_pipe_is_no_
     assert "Traceback" not in error
 
 
+@pytest.mark.processes
+def test_a_pipe_that_closes_is_no_bad_result_of_a_plan(tmp_path):
+    """The table of a plan is written by rich, which ends a program with code 1 then."""
+    (tmp_path / "lengths.txt").write_text("5\n" * 9)
+    words = [*PROGRAM, "plan", "lengths.txt", "--max-length", "8"]
+    assert run_to_end(*words, cwd=tmp_path).stdout.startswith("Recommended: max_length 8 loses no trained token")
+    settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    with subprocess.Popen(words, stdout=-1, stderr=-1, **settings) as process:
+        process.stdout.close()
+        process.wait(PROCESS_SECONDS)
+    assert process.returncode == 141
+
+
 def test_prepare_makes_what_training_would_make(prepare_words, workplace, tmp_path, printed):
     manifest = printed(*prepare_words, tmp_path / "table")
     assert manifest == json.loads((tmp_path / "table" / "prepared.json").read_text())

@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more when it ends, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except SystemExit as error:
+        # rich turns a closed pipe into code 1, which here is a bad result. It has redirected stdout already.
+        if isinstance(error.__context__, BrokenPipeError):
+            return 141
+        raise
     except (ValueError, OSError, ImportError) as error:  # transformers raises OSError if there is no such model
         # A check of packages raises an ImportError without a name. With a name, an import has failed.
         has_failed_import = isinstance(error, ImportError) and error.name is not None
