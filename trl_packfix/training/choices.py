@@ -189,7 +189,7 @@ def NO_TRUNCATION(settings: RunSettings) -> str | None:
     # `decider` is the text by which a message names this setting; None for a strategy that truncates
     splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
     decider = OVERLONG.describe(settings) or splitting_strategy.describe(settings)
-    truncates = settings.args.overlong == "truncate"
+    truncates = getattr(settings.args, "overlong", None) == "truncate"  # a config of TRL has no such field
     return decider if settings.packs and not truncates else None
 
 
