@@ -53,8 +53,8 @@ class DocumentRun(NamedTuple):
 
     document: int  # index of the document in the batch
     first: int = 0
-    # Images are counted only if documents share rows. Then the images that begin in this run are those with the indices
-    # from `images_before` to `num_images` - 1. If rows are not shared, a run has all images of its document
+    # The images that begin in this run have the indices from `images_before` to `num_images` - 1. They are counted only
+    # if documents share rows. Otherwise a run has all images of its document, and both numbers are 0
     images_before: int = 0  # number of images of the document that begin before the token `first`
     num_images: int = 0  # number of all images of the document
 

@@ -152,9 +152,9 @@ class Documents:
         selected: dict[str, Any] = {name: None if values is None else values[mask] for name, values in arrays.items()}
         token_order = self.token_order
         if token_order is not None:
-            # `within` keeps the documents of group 0 in their order, and omits those of group -1. It computes anew how
-            # many tokens each document has in common with the one before it (`common`). What is left to do is to
-            # replace the numbers of documents in `order` by those that they have in the selection
+            # Two steps. `within` keeps the documents of group 0 in their order, omits those of group -1, and computes
+            # anew how many tokens each document has in common with the one before it (`common`). Then the numbers of
+            # documents in `order` are replaced by those that they have in the selection
             token_order = token_order.within(np.where(mask, 0, -1))
             new_number = np.cumsum(mask) - 1
             token_order = replace(token_order, order=new_number[token_order.order])

@@ -262,9 +262,9 @@ def judge_probe(
         CannotRun: the model raises on a pack.
     """
     # 1. Choose the documents.
-    # Both are dictionaries of lengths in tokens, by field of the config. No document of the run is longer than those in
-    # `unreachable`. `tested_thresholds` has the others, except those that every document here exceeds
     shortest = min(DOCUMENT_LENGTHS)
+    # Lengths in tokens at which the model may change, by field of the config: those that some of the documents here
+    # exceed, and those that no document of the run exceeds
     tested_thresholds, unreachable = thresholds(probe.config, max_length, shortest)
     if examples is None:
         examples = probe.examples(max_length)

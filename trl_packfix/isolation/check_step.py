@@ -454,7 +454,7 @@ def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for module in model.modules():
-            if not any(module.children()):  # an empty list of modules counts as none
+            if not any(module.children()):  # an empty `ModuleList` is false, so it does not count as a child
                 hooks.enter_context(module.register_forward_hook(disturb))
         yield
 

@@ -61,9 +61,9 @@ def thresholds(
     longest = num_positions if max_length is None else max_length
     lengths = _length_fields(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < longest}
-    # The number of positions may itself be a threshold: dynamic RoPE has other angles in longer documents. They are
-    # possible without a `max_length`. `longest` is then this number, so `to_test` does not have it. The 1 adds it to
-    # `unreachable`.
+    # The number of positions may itself be a threshold: dynamic RoPE has other angles in longer documents. Without a
+    # `max_length`, `longest` is this number, so `to_test` does not have it. Then the 1 adds it to `unreachable`, which
+    # the report names as not tested.
     end = num_positions + 1 if max_length is None else num_positions
     unreachable = {name: n for name, n in lengths.items() if longest <= n < end}
     return to_test, unreachable

@@ -248,7 +248,7 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     """Return the name of the innermost module that was running when the model raised on a pack, or None."""
-    raising: list[str] = []  # the outermost module first, because `calls_watched` notes it first
+    raising: list[str] = []  # `calls_watched` notes modules that raise from the outermost to the innermost
 
     # No values are needed, so `len` stands for reading them: `inputs` and `outputs` are the numbers of values.
     def note_raising_call(name: str, call: int, inputs: int, outputs: int | None) -> None:

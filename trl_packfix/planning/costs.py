@@ -208,8 +208,9 @@ def decoder_costs_of(config: "PreTrainedConfig", per_token: float, scans: tuple[
         if kind in _SCORE_WEIGHTS and indexer != "shared":
             num_products = getattr(layer, "index_head_dim", 0) + _SCORE_WEIGHTS[kind]
             score_cost = 2.0 * getattr(layer, "index_n_heads", 0) * num_products
-        # First add the indexer and, with compression, the attention to merged tokens. A token scores, and attends to,
-        # each merged token, so there is one pair for every `rate` earlier tokens. Else the indexer scores every pair.
+        # First add the pairs of the indexer. Without compression it scores every earlier token. With compression,
+        # `rate` tokens are merged to one. A token scores each merged token and attends to it, so there is one pair for
+        # every `rate` earlier tokens.
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # None without compression
         full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
         # Then add the attention to single tokens, which layers with compression have, too: of a window, of a chunk, or

@@ -130,8 +130,8 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
         plan: packs of units.
         units: the units of the plan.
         num_steps: number of optimizer steps.
-        bins: the slots of a step, and how units are dealt to them. With `bins.evens_targets`, packs get even numbers of
-            targets, which are trained tokens.
+        bins: the slots of a step, and how units are dealt to them. With `bins.evens_targets`, packs get about equal
+            numbers of targets, which are trained tokens.
 
     >>> from .costs import LLAMA_7B
     >>> lengths = np.array([3, 2, 4])
@@ -142,7 +142,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     [[[0, 1]], [[2]]]
     """
     steps = packs_of_steps(plan, units.rows, num_steps, bins=bins)
-    if bins.evens_targets:  # the loss may be a mean per micro-batch, so packs get even numbers of trained tokens
+    if bins.evens_targets:  # the loss may be a mean per micro-batch, so packs get about equal numbers of targets
         steps = (even_targets(step, units, num_packs=len(step), bins=bins) for step in steps)
     elif bins.balance == "step":  # the ranks of a step should finish together
         steps = (balance_packs(step, units, bins) for step in steps)
@@ -180,8 +180,8 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
 
     The units of a step fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G
     micro-batches of a step, so each micro-batch that would be empty gets one short unit. This is the online minibatch
-    packing of arXiv 2407.09105. If packs should have even numbers of trained tokens (`bins.evens_targets`), the units
-    fill as many micro-batches as in unpacked training, because the user's loss may be a mean per micro-batch.
+    packing of arXiv 2407.09105. If packs should have about equal numbers of trained tokens (`bins.evens_targets`), the
+    units fill as many micro-batches as in unpacked training, because the user's loss may be a mean per micro-batch.
 
     The units always fit. Let B be the number of documents in a micro-batch of unpacked training. A step of S' = G * W
     slots has at most S' * B documents. The capacity is B times `max_length`, the most tokens of a document, so each
@@ -224,7 +224,7 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
 
 
 def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array]:
-    """Put the units of a step into few packs with even numbers of rows.
+    """Put the units of a step into few packs with about equal numbers of rows.
 
     Args:
         members: numbers of the units of the step.
@@ -232,8 +232,8 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
         bins: the slots of the step.
 
     Returns:
-        As many packs as best-fit decreasing needs, rounded up to a multiple of the ranks. If a pack with even numbers
-        of rows would be above the capacity, the packs of best-fit decreasing.
+        As many packs as best-fit decreasing needs, rounded up to a multiple of the ranks. If one of these packs
+        would be above the capacity, the packs of best-fit decreasing.
     """
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
     rows = units.rows[longest_first]
@@ -248,7 +248,8 @@ def _few_packs(members: Int64Array, units: Units, bins: Bins) -> list[Int64Array
     #   d > 2 m B / (m + 1) - m. For 1 <= m < B this is at least B - 1, so d >= B.
     assert plan.num_packs <= bins.num_slots
     num_packs = -(-plan.num_packs // bins.world_size) * bins.world_size
-    # Put each unit, the longest first, into the pack with the fewest rows: rows take the place of costs here
+    # Put each unit, the longest first, into the pack with the fewest rows: rows take the place of costs here. If no
+    # pack has room for it, it goes into one that is then above the capacity
     even_packs = [
         longest_first[pack] for pack in least_loaded(rows, costs=rows, num_packs=num_packs, capacity=bins.capacity)
     ]

@@ -144,7 +144,8 @@ COLUMNS = (
     ),
     Column("part", "shared.largest_part", legend="tokens of the largest part of a pack on a rank"),
     Column("micro-steps by degree", "shared.histogram", text="", legend="degree: ranks that share a pack", wraps=True),
-    # The number of ranks that a document of `max_length` needs. Shorter documents may be in packs on fewer ranks
+    # The number of ranks that a document of `max_length` needs. Packs of shorter documents may be on fewer ranks, which
+    # `meaning` says as "where documents allow"
     Column(
         "",
         "shared.smallest_degree",

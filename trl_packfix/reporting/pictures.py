@@ -115,8 +115,8 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
             length = document.num_rows
             hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
             axes.broken_barh([(first_row, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
-            # `own_spans`: (whether trained, first row, row behind the last) of tokens that this document does not share
-            # (a last token that is the only one has no row)
+            # `own_spans`: (whether trained, first row, row behind the last) of tokens that this document does not
+            # share. A document of which only the last token is not shared has no row
             own_spans = document.own_spans if length else []
             spans = [(first_row + first, end - first) for trained, first, end in own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
@@ -155,7 +155,7 @@ def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> No
 
 def _packs_title(report: PackingNumbers) -> str:
     """Return the title of the panel of packs."""
-    if report.num_packs is None:
+    if report.num_packs is None:  # the strategy packs each step by itself, so the packs of the epoch are not counted
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     # A batch of one document has no padding
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""

@@ -44,10 +44,9 @@ class OwnPacks:
     smallest_degree = 1
     exchange_share = 0.0
     exchange_text = ""
-    # The end of a line of the report (`lines.py`), such as 'learning_rate x 1.4, settings in steps / 2.0; or
-    # packing_strategy="minibatch"'. A packed step has more documents than an unpacked one, so the line advises other
-    # settings. With the strategy that is named here they may stay, because its steps have the documents of unpacked
-    # steps. "" names none.
+    # A packed step has more documents than an unpacked one, so a line of the report (`lines.py`) advises other
+    # settings: 'learning_rate x 1.4, settings in steps / 2.0'. This text is the end of that line. It names a strategy
+    # with which no setting has to change, because its steps have the documents of unpacked steps. "" if there is none.
     alternative_text = '; or packing_strategy="minibatch"'
     step_size_settings = "gradient_accumulation_steps or per_device_train_batch_size"  # they give a step more documents
 

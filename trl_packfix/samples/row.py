@@ -180,7 +180,8 @@ def _find_faults(row: Mapping[str, object], text_field: str) -> Iterator[str]:
         return "None" if value is None else f"of type {type(value).__name__}"
 
     columns = ("messages", "conversations", "prompt", "completion", text_field)
-    tokenised_columns = text_columns(row, text_field) or columns  # all columns, if none of them can be tokenised
+    # The columns that TRL would tokenise in this row; all, if there is none
+    tokenised_columns = text_columns(row, text_field) or columns
     for column in columns:
         if column not in row or column not in tokenised_columns:
             continue

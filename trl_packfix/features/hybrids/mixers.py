@@ -169,7 +169,8 @@ def convolve_documents(
     # Lay out each document behind the W - 1 tokens that its first tokens read, convolve, and take the rows of this
     # rank from the result. `source` counts rows in the concatenation below: zeros, halo, rows.
     zeros = rows.new_zeros(1, 1, rows.shape[2])
-    halo = exchange_halo(rows, width - 1, running.group)  # the last rows of the previous rank
+    # The last W - 1 rows of the previous rank; zeros on the first rank, and without other ranks
+    halo = exchange_halo(rows, width - 1, running.group)
     source, places = _rows_with_context(running, width, rows.shape[1])
     laid_out = torch.cat([zeros, halo, rows], dim=1).index_select(1, source)
     out = convolve(laid_out.transpose(1, 2)).transpose(1, 2)

@@ -87,8 +87,8 @@ class ImageReading(TextReading):
     def first_stream_row(self, dataset: IterableDataset) -> str:
         """Return a hash of the first row of a stream, by which ranks see whether they read the same one."""
         stream, rows = self.stream_rows().open_stream(dataset)  # `rows` is the `StreamImages` for this stream
-        # Without `structs`, `encode_row` leaves keys with null in the dictionaries of a row, which Arrow has added to
-        # give all dictionaries of a column the same keys. All ranks hash them alike
+        # Arrow adds keys with null to the dictionaries of a row, to give all dictionaries of a column the same keys.
+        # `structs` would take them out again. A hash does not need that, because all ranks have the same nulls
         rows = replace(rows, structs={})
         return hashlib.sha256(repr(rows.encode_row(next(iter(stream)))).encode()).hexdigest()
 

@@ -10,6 +10,8 @@ A beginning that several rows share is computed once:
 
     pack        A B C D | C E F     places 0 1 2 3, 0 1 4 5 6
 
+The last common token, C, has a place in each row, because its output has to predict another token in each.
+
 A *row* is always a row of the padded batch. A *cell* is the index of a token in the flattened batch, a *place* its
 index in the pack. The batch has B rows of S tokens, padding included, and N tokens without padding; the pack has T
 tokens.

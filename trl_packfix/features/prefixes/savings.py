@@ -218,8 +218,9 @@ def _computed_shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, 
     """
     lengths = planner.documents.lengths[tokens.order]
     cost_model = planner.packing.cost_model
-    # Rows that each document shares with the one before it, shape (M,): all common tokens but the last, whose next
-    # tokens differ. Equal documents share all rows, and documents that could share only a few rows share none
+    # Rows that each document shares with the one before it, shape (M,): all common tokens but the last. After the last
+    # one the documents go on differently, so each needs a row of its own to predict its next token. Equal documents
+    # share all rows, and documents that could share only a few rows share none
     shared = shared_by_neighbours(tokens.common, lengths)
     # FLOPs of all images in the vision tower, and of the images behind the shared tokens
     image_costs = planner.image_costs_behind(tokens.order, np.zeros_like(shared)).sum()
