@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from trl.scripts import sft
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import configs as reading
-from trl_packfix.cli import main
+from trl_packfix.cli import main, training
 from trl_packfix.cli.configs import ZERO3, TrainArguments, parse_configs
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture
 from trl_packfix.cli.sources import load_rows
@@ -293,6 +294,17 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, mes
     assert is_list or error.endswith(".\n")
     assert is_list or "\n" not in error.rstrip()
     assert not (workplace / "refused").exists()
+
+
+def test_a_checkpoint_that_the_main_process_refuses_is_refused_on_all(monkeypatch, tmp_path):
+    """The others would wait for the main process, which has ended."""
+    sent = []
+    monkeypatch.setattr(training, "broadcast_object_list", lambda objects: sent.append(objects) or sent[0])
+    for is_main in (True, False):
+        monkeypatch.setattr(training, "PartialState", lambda is_main=is_main: SimpleNamespace(is_main_process=is_main))
+        with pytest.raises(ValueError, match="there is no such folder here"):
+            training._check_checkpoint(str(tmp_path / "none"), str(tmp_path))
+    assert sent[1] == [None]
 
 
 def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch, output_of):

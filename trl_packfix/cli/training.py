@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import is_liger_kernel_available
@@ -91,6 +92,19 @@ def _check_loggers(args: SFTConfig) -> None:
         )
 
 
+def _check_checkpoint(requested: str | bool, output_dir: str) -> None:
+    """Refuse a missing or damaged checkpoint on all processes. The main process looks for it."""
+    problems: list[ValueError | OSError | None] = [None]
+    if PartialState().is_main_process:
+        try:
+            choose_checkpoint(requested, output_dir)
+        except (ValueError, OSError) as error:
+            problems = [error]
+    (problem,) = broadcast_object_list(problems)
+    if problem is not None:
+        raise problem
+
+
 def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
     """Return the trainer of a run.
 
@@ -122,9 +136,9 @@ def make_trainer(configs: RunConfigs, dataset: DatasetDict | IterableDatasetDict
     # These two would otherwise fail only when training begins.
     if training_args.use_liger_kernel and not is_liger_kernel_available():
         raise ImportError("`use_liger_kernel` needs liger-kernel, `pip install liger-kernel`")
-    if training_args.resume_from_checkpoint and PartialState().is_main_process:
+    if training_args.resume_from_checkpoint:
         # Refuse a missing or damaged checkpoint before anything is loaded
-        choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
+        _check_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     dataset_names = configs.names
     if dataset is None:
         with training_args.main_process_first(desc="dataset"):  # only one process of a machine downloads
