@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from support.by_hand import token_scores
+from support.host_reads import HostReads
 from support.scripted import ScriptedProbe
 from torch.nn import functional
 
@@ -83,7 +84,8 @@ class ScriptedFirstStep(FirstStep):
         )
         ranks = SimpleNamespace(copies=1, may_share_packs=False)
         reading = SimpleNamespace(feature=PLAIN, is_text_only=True)
-        data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, reading=reading)
+        source = SimpleNamespace(longest_document=inf)
+        data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, reading=reading, source=source)
         objective = SimpleNamespace(replaces_trl_loss=True, fused_head_is_exact=True, summed_by_ranks=False)
         super().__init__(trainer, data, objective, training_step=None)
         self._probe = ScriptedProbe(model=model)
@@ -584,6 +586,17 @@ def compare_longer(step, *batches):
     step._probe.alone = lambda ids: lengths.append(len(ids)) or run_alone(ids)
     step.compare_longer([*batches])
     return lengths
+
+
+@pytest.mark.parametrize("longest_document, compared_lengths", [(63, []), (64, [64])])
+def test_no_batch_is_read_if_no_document_of_the_set_is_long_enough(longest_document, compared_lengths):
+    """With constant shapes `max_length_q` is `max_length` in every batch, so each would be read, in every step."""
+    step = ScriptedFirstStep()
+    step._data.source.longest_document = longest_document
+    batch = batch_of(40, 64) | {"max_length_q": 512}
+    with HostReads() as reads:
+        assert compare_longer(step, batch) == compared_lengths
+    assert ("training/step_comparison.py:longest_of" in reads.places) == bool(compared_lengths)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ OURS = {
     "router": {"model": "mixtral", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 8},
     "documents": {"document_weighting": "document"},
     "noise": {"neftune_noise_alpha": 5.0},
+    "constant shapes": {"pad_documents_to_multiple_of": 32},
 }
 
 

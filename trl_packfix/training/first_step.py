@@ -453,7 +453,7 @@ class FirstStep(TrainerPart):
             PackingLeakError: the states differ by more than rounding.
         """
         # First, find the document. `max_length_q`, an upper bound, needs no search in the batch
-        longest_possible = self.args.max_length or inf
+        longest_possible = min(self.args.max_length or inf, self._data.source.longest_document)
         if self.longest_compared == inf or longest_possible < 2 * self.longest_compared:
             return
         plain_batches = [batch for batch in batches if is_plain(batch)]

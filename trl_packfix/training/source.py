@@ -10,6 +10,7 @@ reads together. With sequence parallelism several ranks share a pack, and their 
 """
 
 from abc import ABC, abstractmethod
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,11 +41,13 @@ class Source(TrainerPart, ABC):
         numbered_sources: for a stream with a `source_column`, the index of each name in this column. The batches have
             the names, and this rank gives a name the next index when it first reads it. None without a `source_column`,
             and for a table, whose batches have indices in place of names.
+        longest_document: the tokens of the longest document; infinity if it is not known.
     """
 
     kind: ClassVar[str]
     row_values: RowValues
     numbered_sources: StreamSources | None = None
+    longest_document: float = inf
 
     def __init__(self, trainer: TrainerView, data: BatchMaker):
         super().__init__(trainer)

@@ -149,8 +149,10 @@ def longest_of(batch: dict[str, Any]) -> Tensor:
     # The number of trained tokens before each position. The labels of a pack are -100 at the first token of a document
     num_trained_before = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))
     is_trained = num_trained_before[bounds].diff() > 0
-    longest = int((bounds.diff() * is_trained).argmax())
-    return batch["input_ids"][0, bounds[longest] : bounds[longest + 1]].cpu()
+    longest = (bounds.diff() * is_trained).argmax()
+    # Both numbers in one transfer, because the host waits for the device in each
+    start, stop = bounds[torch.stack([longest, longest + 1])].tolist()
+    return batch["input_ids"][0, start:stop].cpu()
 
 
 def relative_distance(actual: Tensor, expected: Tensor) -> float:

@@ -120,6 +120,7 @@ class TableSource(Source):
         """Plan the packs of the first epoch; return the loader of packs, and the report of this epoch."""
         with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show_status:
             planner = self.planner = self.make_planner()
+            self.longest_document = int(self.documents.lengths.max(initial=0))
             show_status(f"Planned packs of {len(self.documents):,} documents; making the report")
             # The report of many documents takes as much memory as their plan, so only one rank makes it
             reports: list[Any] = [None]
