@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from support.runs import documents_of as tokens_and_labels_of
 from test_objective import first_step, gradients
 
 from trl_packfix.cli import main
+from trl_packfix.data import row_values
 from trl_packfix.data.row_values import MAX_SOURCES
+from trl_packfix.training.objective import Objective
 
 pytestmark = pytest.mark.slow
 
@@ -283,6 +286,17 @@ def test_sources_of_an_unpacked_stream_are_those_of_the_table(tmp_path):
     assert entries == entries_of_stream
     assert {name for entry in entries for name in entry} >= {f"loss/{name}" for name in SOURCES}
     assert torch.equal(weights(of_table), weights(of_stream))
+
+
+def test_sources_of_a_stream_are_copied_to_the_device_without_a_wait(monkeypatch):
+    """The host has them in each micro-batch, when the forward is still running on a GPU."""
+    objective = object.__new__(Objective)
+    objective.row_values = {row_values.SOURCES: torch.tensor([7, 9])}
+    copies = []
+    copy = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda *args, **options: copies.append(options) or copy(*args, **options))
+    assert objective.sources_of(SimpleNamespace(documents=torch.tensor([1, 0, 1]))).tolist() == [9, 7, 9]
+    assert copies == [{"non_blocking": True}]
 
 
 def column(name, values, **settings):

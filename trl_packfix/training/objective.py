@@ -148,7 +148,9 @@ class Objective(TrainerPart):
         """Return the number of the source of each target, (M,); None if the batch has no sources."""
         if SOURCES not in self.row_values:
             return None
-        return self.row_values[SOURCES].to(targets.documents.device)[targets.documents]
+        # Those of a stream are on the host. If the copy had to be complete, the host would wait for the forward
+        sources = self.row_values[SOURCES].to(targets.documents.device, non_blocking=True)
+        return sources[targets.documents]
 
     def compute_loss(
         self,
