@@ -6,9 +6,11 @@ import json
 from collections import Counter
 from dataclasses import replace
 from itertools import islice, pairwise, permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
@@ -16,6 +18,8 @@ from support.planners import make_epochs, make_stream, of_units
 from support.runs import build_trainer, texts, tokenised, weights, weights_of
 
 from trl_packfix import version
+from trl_packfix.attention.choice import AttentionChoice
+from trl_packfix.attention.packed_forward import ATTENTION_NAME
 from trl_packfix.cli.forecast import Forecast
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
@@ -23,7 +27,7 @@ from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.packs import ShownDocument, ShownPack, first_packs
 from trl_packfix.reporting.report import metrics
-from trl_packfix.training.callbacks import backward_note
+from trl_packfix.training.callbacks import BeforeFirstStep, backward_note
 
 
 def table(lengths):
@@ -86,6 +90,31 @@ def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
     model = tiny_model("llama", hidden_size=4096, num_attention_heads=32, intermediate_size=8, num_hidden_layers=0)
     assert "needs 2.0 GiB more for the 1,024 documents of the fullest micro-batch" in backward_note(model, 1024)
     assert backward_note(model, 100) == backward_note(model, None) == ""
+
+
+@pytest.mark.parametrize(
+    "compiles, is_deterministic, max_length, tells",
+    [
+        (False, False, 32_768, True),
+        (False, False, 32_767, False),
+        (True, False, 32_768, False),
+        (False, True, 32_768, False),
+    ],
+)
+def test_cudnn_is_told_where_it_may_run(compiles, is_deterministic, max_length, tells, tiny_model, monkeypatch):
+    """`attention/dense.py` never uses it in compiled code and with deterministic algorithms."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    callback = object.__new__(BeforeFirstStep)
+    callback._data = SimpleNamespace(shares_rows=False)
+    callback._trainer = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cuda"), torch_compile=compiles),
+        model=tiny_model(),
+        packing_report=SimpleNamespace(most_documents=1, max_length=max_length),
+        packed_model=SimpleNamespace(attention=AttentionChoice(ATTENTION_NAME, True, "sdpa", "the kernels of torch")),
+    )
+    text = callback._describe_attention()
+    assert text.startswith("packfix_varlen: the kernels of torch")
+    assert ("on cuDNN, where it is faster" in text) == tells
 
 
 def test_libraries_newer_than_the_tested_ones_are_told_in_one_line(tmp_path, monkeypatch):

@@ -226,9 +226,12 @@ class BeforeFirstStep(TrainerCallback):
         if not attention.is_flash:
             return text
         text += backward_note(trainer.model, report.most_documents)
-        is_on_cuda = trainer.args.device.type == "cuda"
-        # The attention of this package leaves long documents to cuDNN
-        if attention.name == ATTENTION_NAME and is_on_cuda and report.max_length >= LONG_DOCUMENT:
+        # On CUDA the attention of this package leaves long documents to cuDNN, except in the cases that
+        # `attention/dense.py` names
+        may_be_dense = trainer.args.device.type == "cuda" and not (
+            trainer.args.torch_compile or torch.are_deterministic_algorithms_enabled()
+        )
+        if attention.name == ATTENTION_NAME and may_be_dense and report.max_length >= LONG_DOCUMENT:
             text += f"; packs of one document of {LONG_DOCUMENT:,} or more tokens on cuDNN, where it is faster"
         if self._data.shares_rows:
             # Attention copies the keys of a common beginning for each document that shares it. `copies_text` names
