@@ -121,6 +121,10 @@ REFUSED = {
     ),
     "none": (lambda trainer: None, "set to NoneType, and the trainer was constructed with a `Dataset`.*Construct"),
     "empty": (lambda trainer: trainer.train_dataset.select([]), "The train dataset has 0 rows"),
+    "untrained": (
+        lambda trainer: Dataset.from_dict({"input_ids": [[5, 6]] * 3, "labels": [[-100, -100]] * 3}),
+        "no document remains to train on",
+    ),
     "ids": (lambda trainer: Dataset.from_dict({"input_ids": [[5, 10**6]]}), "has token ids from 5 to 1000000"),
 }
 

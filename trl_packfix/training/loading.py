@@ -165,6 +165,8 @@ class TrainingData(BatchMaker):
         args = self.args
         dataset = self._trainer.train_dataset
         self._dataset_read = dataset
+        # An error in the middle leaves values of two sets in the source. Then the next training reads its set again
+        self._is_read = False
         kind = source_class(dataset)
         if not isinstance(self.source, kind):
             self.source = kind(self._trainer, self)
@@ -179,6 +181,7 @@ class TrainingData(BatchMaker):
             self._trainer.data_collator = RowValuesCollator(
                 self.padded_collator, keys, source_numbers, names_sources=names_sources
             )
+        self._is_read = True
 
     def trained_line(self) -> str:
         """Return a line for the log that says what is trained without packing.
@@ -199,7 +202,7 @@ class TrainingData(BatchMaker):
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self.constructed_with.refuse_changes(args, model, trains=True)
         dataset = trainer.train_dataset
-        if dataset is self._dataset_read:
+        if dataset is self._dataset_read and self._is_read:
             return
         # The constructor checks the first dataset in the same way
         if args.packing:
