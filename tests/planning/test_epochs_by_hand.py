@@ -75,6 +75,14 @@ def test_steps_after_a_restart_are_counted_from_its_epoch():
     assert [plan_ten().position(step) for step in (0, 2, 3, 7)] == [(0, 0), (0, 2), (1, 0), (2, 1)]
 
 
+def test_an_epoch_that_begins_anew_adds_no_steps_to_the_run():
+    planner = plan_ten()
+    planner.resume_at(ResumePoint(1, 5, num_repeated=2))
+    assert [planner.position(step) for step in (5, 7, 8)] == [(1, 0), (1, 2), (2, 0)]
+    assert [planner.total_steps(num) for num in (2.0, 2.5, 3.0)] == [6, 8, 9]
+    assert [plan_ten().total_steps(num) for num in (2.0, 2.5, 3.0)] == [6, 8, 9]
+
+
 @pytest.mark.parametrize(
     "point, has_equal_epochs",
     [(ResumePoint(), True), (ResumePoint(2, 6), True), (ResumePoint(2, 7), False), (ResumePoint(2, 6, 1), False)],
@@ -135,6 +143,8 @@ def test_a_rest_of_fewer_documents_than_a_step_is_left_out():
     planner = plan_ten(drop_last=True)
     planner.resume_at(ResumePoint(1, 3, 5, mask_of(range(7))))
     assert (planner.resume_point.epoch, planner.resume_point.first_step, planner.resume_point.num_steps) == (2, 8, 0)
+    planner.resume_at(ResumePoint(1, 5, 5, mask_of(range(7)), num_repeated=2))
+    assert vars(planner.resume_point) == vars(ResumePoint(2, 10, num_repeated=2))
     planner.resume_at(ResumePoint(1, 3, 5, mask_of(range(6))))
     assert planner.resume_point.epoch == 1
     assert planner.steps_of(1) == 6

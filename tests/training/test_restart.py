@@ -152,6 +152,15 @@ def test_other_batches_may_be_trained_if_the_first_of_them_need_not_be_skipped(f
     assert again.state.global_step == again.state.max_steps
 
 
+def test_a_run_that_began_an_epoch_anew_is_resumed_exactly(trainer, folder):
+    anew = resume(folder, "checkpoint-10", ignore_data_skip=True, save_steps=5)
+    assert not torch.equal(weights(anew), weights(trainer)), "no epoch was begun anew"
+    assert anew.state.max_steps == trainer.state.max_steps
+    again = resume(folder, "checkpoint-15")
+    assert again.state.max_steps == trainer.state.max_steps
+    assert torch.equal(weights(again), weights(anew))
+
+
 def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(trainer, folder):
     checkpoint = folder / "checkpoint-10"
     settings = json.loads((checkpoint / STATE_FILE).read_text())["settings"]

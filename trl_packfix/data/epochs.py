@@ -52,6 +52,9 @@ class ResumePoint:
     num_steps: int = 0
     # Whether each document was trained in these `num_steps` steps, shape (N,). None if `num_steps` is 0
     trained: BoolArray | None = None
+    # Number of optimizer steps that the run had trained in an epoch when it began the documents of this epoch anew
+    # (`ignore_data_skip`). They count as steps of the run, which does not get longer by them
+    num_repeated: int = 0
 
 
 class EpochPlanner:
@@ -194,7 +197,8 @@ class EpochPlanner:
         remaining_planner = EpochPlanner(self.documents.select(is_remaining), remaining_packing, may_be_empty=True)
         if not remaining_planner.num_steps:
             # The remaining documents do not fill a step, so the run continues with the next epoch
-            self.resume_point = ResumePoint(point.epoch + 1, first_step=point.first_step + point.num_steps)
+            first_step = point.first_step + point.num_steps
+            self.resume_point = ResumePoint(point.epoch + 1, first_step, num_repeated=point.num_repeated)
             return
         schedule = remaining_planner.schedule(0)
         # Then number the documents as in the table. Put the trained steps in front, as empty slots. Slot i has the
@@ -242,11 +246,13 @@ class EpochPlanner:
     def total_steps(self, num_epochs: float) -> int:
         """Return the number of optimizer steps of a run of `num_epochs` epochs.
 
-        It is at least 1, and at least the number of steps before the epoch in which the run resumes.
+        It is at least 1. If no epoch was begun anew, it is at least the number of steps before the epoch in which the
+        run resumes.
         """
         epoch = max(int(num_epochs), self.resume_point.epoch)
         fraction = max(num_epochs - epoch, 0.0)
-        return max(ceil(self.first_step(epoch) + fraction * self.steps_of(epoch)), 1)
+        num_steps = ceil(self.first_step(epoch) + fraction * self.steps_of(epoch))
+        return max(num_steps - self.resume_point.num_repeated, 1)
 
     def trained_documents(self, epoch: int, num_steps: int) -> BoolArray:
         """Return whether each document is trained in the first `num_steps` steps of an epoch, shape (N,).

@@ -199,9 +199,15 @@ class TableSource(Source):
     def resume_position(self, values: tuple[int, int]) -> tuple[int, int]:
         """Return the epoch in which a run begins or resumes, and how many of its micro-batches were trained."""
         planner = self.planner
-        if planner is None or self._resumed_state is None:
+        if planner is None:
             return values
         step = self._trainer.state.global_step
+        if self._resumed_state is None:
+            if step:  # `ignore_data_skip`: the documents of this epoch are begun anew
+                epoch, _ = values
+                num_repeated = step - epoch * planner.num_steps
+                planner.resume_at(ResumePoint(epoch, first_step=step, num_repeated=num_repeated))
+            return values
         total = self._trainer.state.max_steps
         before = self._resumed_state.get("max_steps")
         epoch, num_trained_steps = planner.position(step)  # the epoch of the next step, and its steps before this one
@@ -266,6 +272,7 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
     state = {
         "epoch": epoch,
         "first_step": step - num_trained_steps,  # optimizer steps of the run before this epoch
+        "repeated_steps": planner.resume_point.num_repeated,
         # The number of steps of the epoch that were trained before the running plan was made
         "planned_at": planner.resume_point.num_steps if is_resumed_epoch else 0,
         "steps_left": planner.steps_of(epoch) - num_trained_steps,
@@ -314,7 +321,7 @@ def continue_planner(
         ValueError: documents of the epoch would be repeated or omitted.
     """
     # Entries that a checkpoint of an earlier version does not have get a default: here the hash of sampled tokens, and
-    # below the masks, "first_step" and "planned_at"
+    # below the masks, "first_step", "planned_at" and "repeated_steps"
     before = dict(state["settings"])
     if SAMPLE_LABEL in settings:
         before.setdefault(SAMPLE_LABEL, settings[SAMPLE_LABEL])
@@ -328,8 +335,9 @@ def continue_planner(
     if not fixed:
         first_step = state.get("first_step", epoch * planner.num_steps)
         num_earlier = state.get("planned_at", 0)
+        point = ResumePoint(epoch, first_step, num_earlier, trained_before, state.get("repeated_steps", 0))
         # The hash is taken of the plan that this makes. If it differs, another plan or an error follows below
-        planner.resume_at(ResumePoint(epoch, first_step=first_step, num_steps=num_earlier, trained=trained_before))
+        planner.resume_at(point)
         if step_hash(planner, epoch) == state["step_hash"]:
             if changed:
                 logger.warning(
@@ -343,9 +351,9 @@ def continue_planner(
             step = state["global_step"]
             epoch_is_complete = not state["steps_left"]
             if epoch_is_complete:
-                point = ResumePoint(epoch + 1, first_step=step)
+                point = replace(point, epoch=epoch + 1, first_step=step, num_steps=0, trained=None)
             else:
-                point = ResumePoint(epoch, first_step=first_step, num_steps=step - first_step, trained=trained)
+                point = replace(point, num_steps=step - first_step, trained=trained)
             planner.resume_at(point)
             return changed
 
