@@ -342,6 +342,16 @@ def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, cap
     assert (NOTE in capsys.readouterr().out) is is_said
 
 
+@pytest.mark.parametrize("word", ["packing", "lora_r", "tokens_per_rank"])
+def test_the_value_of_a_flag_sets_no_field(word, capsys):
+    configs = parse_configs(["--output_dir", word, "--use_cpu", "--bf16", "false"])
+    assert configs.training.output_dir == word
+    assert configs.training.packing
+    assert NOTE in capsys.readouterr().out
+    assert word not in configs.names_set
+    assert configs.names_set >= {"output_dir", "use_cpu", "bf16"}
+
+
 def test_a_default_that_is_refused_is_said(tmp_path, output_of):
     """Give the reason in a message about `packing`, which the user did not set."""
     words = ["--output_dir", tmp_path, "--train_sampling_strategy", "group_by_length"]

@@ -211,7 +211,9 @@ def parse_configs(
     check_types(settings, config_classes, "in the config file", texts=True)
 
     # 2. Set the defaults. Whether packing is on by default depends on `padding_free`.
-    flag_names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    # The value of a flag may be the name of a field, as in `--output_dir packing`
+    given_flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    flag_names = {flag.removeprefix("--").replace("-", "_") for flag in given_flags}
     # `--no_NAME` sets the field NAME
     fields = {flag.removeprefix("--"): action.dest for action in parser._actions for flag in action.option_strings}
     names_set = {fields.get(name, name) for name in flag_names} | settings.keys()
