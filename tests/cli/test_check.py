@@ -165,6 +165,17 @@ def test_the_model_of_the_revision_is_tested(words, saved, monkeypatch, output_o
     monkeypatch.setattr(check_model, "create_model_from_path", recorded(check_model.create_model_from_path))
     output_of("check", saved / "llama", "--model-revision", "v2", *words)
     assert revisions == ["v2"] * (1 if words else 2)
+    of_run = ["--model-init-kwargs", '{"revision": "v3"}']
+    output_of("check", saved / "llama", "--model-revision", "v2", *of_run, *words)
+    assert revisions[-1] == "v3"
+
+
+@pytest.mark.parametrize("words", [[], ["--config-only"]])
+@pytest.mark.parametrize("name, value", [("attention", "eager"), ("dtype", "bfloat16")])
+def test_model_init_kwargs_of_a_run_are_tested(name, value, words, saved, tmp_path, printed):
+    settings = {"model_init_kwargs": {"attn_implementation" if name == "attention" else name: value}}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    assert printed("check", saved / "llama", "--config", tmp_path / "run.yaml", *words)[name] == value
 
 
 @needs("hybrids")

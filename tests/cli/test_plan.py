@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import build_trainer
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from trl_packfix.cli import main, tokens
 from trl_packfix.cli.forecast import candidate_lengths
@@ -132,6 +132,16 @@ def test_a_model_that_reads_no_more_tokens_is_said(workplace, lengths_file, prin
     assert "the model has no more than 4,096 positions" in output["reasons"][0]
     assert "try a longer one" in printed("plan", *words, "--max-length", 2048, code=1)["reasons"][0]
     assert candidate_lengths(9000, 5000) == [1024, 2048, 4096, 5000]
+
+
+def test_positions_are_those_that_model_init_kwargs_give(workplace, lengths_file, tmp_path, printed):
+    positions = AutoConfig.from_pretrained(workplace / "model").max_position_embeddings
+    settings = {"model_name_or_path": str(workplace / "model"), "dataset_name": str(lengths_file([9000, 50]))}
+    settings |= {"max_length": 2 * positions, "model_init_kwargs": {"max_position_embeddings": 2 * positions}}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings))
+    (plan,) = printed("plan", "--config", file, code=1)["plans"]
+    assert plan["max_length"] == 2 * positions
 
 
 def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, printed):
@@ -377,5 +387,5 @@ def test_the_config_of_a_model_is_that_of_its_revision(monkeypatch):
     """Record what transformers is asked for, because no revision is in a folder."""
     monkeypatch.setattr(tokens.AutoConfig, "from_pretrained", lambda name, **options: (name, options["revision"]))
     model = SimpleNamespace(model_name_or_path="org/model", model_revision="v2")
-    configs = SimpleNamespace(model=model, training=SimpleNamespace(trust_remote_code=False))
+    configs = SimpleNamespace(model=model, training=SimpleNamespace(trust_remote_code=False, model_init_kwargs=None))
     assert tokens.load_model_config(configs) == ("org/model", "v2")

@@ -155,26 +155,27 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
     training = configs.training
     assert training.max_length is not None  # `SFTConfig` refuses packing without it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = configs.model.dtype if "dtype" in configs.names_set else None
+    init_kwargs: Any = training.model_init_kwargs or {}  # as in training, they override the flags below
+    dtype = init_kwargs.get("dtype", configs.model.dtype if "dtype" in configs.names_set else None)
     if dtype is None or dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     torch_dtype = getattr(torch, dtype)
-    attn_implementation = configs.model.attn_implementation
+    attn_implementation = init_kwargs.get("attn_implementation", configs.model.attn_implementation)
     shares_packs = training.tokens_per_rank is not None
-    # Without this argument transformers may ask a question on the terminal.
-    trust = {"trust_remote_code": training.trust_remote_code}
-    revision = configs.model.model_revision
+    # Without `trust_remote_code` transformers may ask a question on the terminal.
+    model_settings = {"revision": configs.model.model_revision, "trust_remote_code": training.trust_remote_code}
+    model_settings |= {k: v for k, v in init_kwargs.items() if k not in ("dtype", "attn_implementation", "device_map")}
     with setting_named(f"check {name}", MODEL_HELP):
-        config = AutoConfig.from_pretrained(name, revision=revision, **trust)
+        config = AutoConfig.from_pretrained(name, **model_settings)
     model: Any
     if config_only:
-        model = tiny_model(config, **trust).to(torch_dtype)
+        model = tiny_model(config, model_settings["trust_remote_code"]).to(torch_dtype)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
     else:
-        create: Any = create_model_from_path  # mypy would match `**trust` with `architecture`
-        settings_of_model = {"dtype": torch_dtype, "attn_implementation": attn_implementation, "revision": revision}
-        model = create(name, device_map=None, **settings_of_model, **trust)
+        create: Any = create_model_from_path  # mypy would match `**model_settings` with `architecture`
+        model_settings |= {"dtype": torch_dtype, "attn_implementation": attn_implementation}
+        model = create(name, device_map=None, **model_settings)
     model.to(device)
     make_packed_model = partial(
         PackedModel,

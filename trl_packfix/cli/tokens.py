@@ -258,10 +258,11 @@ def load_model_config(configs: RunConfigs) -> PreTrainedConfig | None:
     name = configs.model.model_name_or_path
     if name is None:
         return None
+    training = configs.training
+    settings = {"revision": configs.model.model_revision, "trust_remote_code": training.trust_remote_code}
+    init_kwargs: Any = training.model_init_kwargs or {}
     with setting_named(f"--model {name}", MODEL_HELP):
-        return AutoConfig.from_pretrained(
-            name, revision=configs.model.model_revision, trust_remote_code=configs.training.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(name, **settings | init_kwargs)
 
 
 def save_tokens(
