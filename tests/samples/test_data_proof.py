@@ -553,6 +553,13 @@ def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
         check_data(Dataset.from_dict({"input_ids": [[1, 2]]}), tokenizer)
 
 
+def test_check_data_reads_a_table_without_rows():
+    rows = Dataset.from_list([CASES["early thought"].row]).select([])
+    report = check_data(rows, tokenizer_with("qwen3"))
+    assert report.num_rows == 0
+    assert report.findings == ()
+
+
 def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
     rows = [messages(ASK, OK)] * 3 + [CASES["developer"].row]
     expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 row has `content` in messages of the role `developer`"

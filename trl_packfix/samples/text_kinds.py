@@ -407,7 +407,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
                 columns = columns.cast_column(name, encoded)
         hashes = np.zeros(len(table), np.int64)
         rows = table
-        if columns.column_names:
+        if columns.column_names and len(table):  # `map` returns no column for a table without rows
             hashed = columns.map(
                 HashedMapFunction(reader),
                 batched=True,
