@@ -104,6 +104,13 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     assert report["complete"] is True
 
 
+def test_tokens_cannot_be_checked(workplace, output_of):
+    """`check` says so, and not by exit code 0 that nothing is left out."""
+    Dataset.from_dict({"input_ids": [[5, 6, 7]]}).save_to_disk(workplace / "tokens")
+    words = ["check", workplace / "model", "--dataset", workplace / "rows.jsonl", workplace / "tokens"]
+    assert f"`--dataset {workplace / 'tokens'}` was given, and it is tokenised" in output_of(*words, code=2)
+
+
 def test_what_is_left_out_stands_in_the_fragment_of_its_place(workplace, printed):
     prompt = [{"role": "user", "content": "short", "reasoning_content": "first"}]
     completion = [

@@ -92,6 +92,13 @@ def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_js
     configs.script.dataset_name = datasets
     configs.mixture.datasets = []
     reports = list(report_tables(configs, model))
+    tested = {report.name for report in reports}
+    tokenised = next((name for name in datasets if name not in tested), None)
+    if tokenised is not None:
+        raise ValueError(
+            f"`--dataset {tokenised}` was given, and it is tokenised. What its rows had before is not known from "
+            "tokens, so it cannot be tested. Give the data as they were before."
+        )
     if as_json:
         print(json.dumps([asdict(report) | {"complete": report.complete} for report in reports], indent=2))
     else:
