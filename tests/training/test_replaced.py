@@ -154,7 +154,7 @@ def test_an_evaluation_set_that_is_set_later_is_evaluated(packing, tmp_path):
 
 
 CHANGES = {"share_prefixes": "family", "packing_strategy": "wrapped", "max_length": 32, "packing": False}
-CHANGES |= {"label_smoothing_factor": 0.3}
+CHANGES |= {"label_smoothing_factor": 0.3, "message_train_key": "train"}
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -141,7 +141,7 @@ FIXED_FIELDS_WITH_PACKING = (
     packing_strategy max_length overlong truncation_mode bad_rows per_turn share_prefixes tokens_per_rank
     pad_to_multiple_of pad_documents_to_multiple_of document_weighting weight_column source_column on_leak
     enforce_flash_attention neftune_noise_alpha label_smoothing_factor use_liger_kernel
-    assistant_only_loss completion_only_loss assistant_turns train_empty_thinking
+    assistant_only_loss completion_only_loss assistant_turns message_train_key train_empty_thinking
     """.split(),
 )
 
