@@ -177,6 +177,7 @@ REFUSED = {  # words -> the message
     "prepare --output new": "`prepare` was given without DATA",
     "prepare rows.jsonl --output new": "No tokenizer was given",
     "prepare rows.jsonl --output .": "is not empty",
+    "prepare saved labelled --tokenizer model --output new": "one with the columns ['input_ids'] and another with",
 }
 if "prefixes" in PRESENT:
     REFUSED["plan a.txt --share-prefixes pack"] = "`--share-prefixes pack` was given with the lengths of 3 documents"

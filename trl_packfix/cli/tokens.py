@@ -278,7 +278,7 @@ def save_tokens(
         with in_utf8(name):
             tokens, _ = tokenise(table, tokenizer, configs.training)
         token_tables.append(tokens)
-    joined = concatenate_datasets([without_bad_rows(tokens) for tokens in token_tables])
+    joined = concatenate_tables([without_bad_rows(tokens) for tokens in token_tables])
     ledger = make_documents(TokenReader(joined), max_length=None).ledger
     joined.save_to_disk(output, num_proc=configs.training.dataset_num_proc)
     return len(joined), sum(map(len, token_tables)), ledger
