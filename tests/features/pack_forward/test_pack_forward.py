@@ -232,6 +232,16 @@ def test_other_calls_are_unchanged(name):
         assert len(outputs.hidden_states) == len(wanted.hidden_states)
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_config_that_asks_for_hidden_states_gets_them_of_the_padded_rows(asks):
+    model = build_tiny_model("llama").eval()
+    record = pack_forward(model)
+    model.config.output_hidden_states = asks
+    outputs = model(**rows_that_share(), use_cache=False)
+    assert [states.shape[:2] for states in outputs.hidden_states or ()] == [(4, 32)] * (3 if asks else 0)
+    assert (record.tokens.padded == 0) == asks
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_generation_is_unchanged(model_type):
     model = build_tiny_model(model_type)  # in training mode, as trainers generate

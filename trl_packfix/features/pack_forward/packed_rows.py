@@ -329,7 +329,7 @@ class PackedRows(AroundCalls):
         if use_cache is None:  # training does not use a cache
             use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
         has_cache = use_cache or any(inputs.get(name) is not None for name in CACHE_NAMES)
-        if has_cache or any(inputs.get(name) for name in STATE_OUTPUTS):
+        if has_cache or self._returns_states(module, inputs):
             return False
         tensor_inputs = [
             name for name, value in _inputs_beside_rows(inputs).items() if isinstance(value, Tensor) and value.dim() > 0
@@ -344,6 +344,15 @@ class PackedRows(AroundCalls):
                 stacklevel=2,
             )
         return not tensor_inputs
+
+    def _returns_states(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Return whether a call returns outputs of all layers: its arguments or, without them, a config ask for it."""
+        configs = (getattr(module, "config", None), text_config(self.model))
+        for name in STATE_OUTPUTS:
+            wanted = inputs.get(name)
+            if wanted or (wanted is None and any(getattr(config, name, False) for config in configs)):
+                return True
+        return False
 
     def _switch_attention(self, in_pack: bool) -> None:
         """Set the attention of packs, or the model's own attention."""
