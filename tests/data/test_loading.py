@@ -128,6 +128,18 @@ def test_prepare_for_packing_refuses_or_says_what_it_repaired():
     assert prepare_for_packing(model, on_leak="unpack").reason.startswith("UNPACKED, ")
 
 
+def test_prepare_for_packing_leaves_nothing_after_an_interruption():
+    def interrupt(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    model = build_tiny_model("bloom")
+    handle = model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_for_packing(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
 def test_prepare_for_packing_tests_the_dtype_of_autocast():
     model = build_tiny_model()
     dtypes = set()

@@ -598,7 +598,7 @@ def prepare_for_packing(
     try:
         with autocast:
             packed.prove(model).raise_if_leaking(on_leak)
-    except Exception:
+    except BaseException:  # also Ctrl-C: the caller gets nothing by which the model could be restored
         packed.restore_own_attention()
         raise
     reason = packed.attention.reason

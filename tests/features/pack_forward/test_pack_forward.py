@@ -555,6 +555,36 @@ def test_a_model_is_packed_once():
     assert "packed with" in record.summary()
 
 
+def interrupt_forward(model, number):
+    """Let Ctrl-C come in the forward of this number, counted from now on."""
+    forwards = iter(range(1, number + 1))
+
+    def hook(*_):
+        if next(forwards) == number:
+            handle.remove()
+            raise KeyboardInterrupt
+
+    handle = model.register_forward_pre_hook(hook)
+
+
+def test_a_proof_that_was_interrupted_leaves_nothing():
+    trainer = build_trainer("sft", build_tiny_model("llama"))
+    own = trainer.model.config._attn_implementation
+    callbacks = [*trainer.callback_handler.callbacks]
+    interrupt_forward(trainer.model, 4)
+    with pytest.raises(KeyboardInterrupt):
+        pack_forward(trainer)
+    assert trainer.model.config._attn_implementation == own
+    assert trainer.callback_handler.callbacks == callbacks
+    assert "packed with" in pack_forward(trainer).summary()  # in the same notebook, once more
+
+
+def test_what_was_removed_is_described_so():
+    record = pack_forward(build_tiny_model("llama"))
+    record.remove()
+    assert "model: as without `pack_forward`, which was removed" in record.summary()
+
+
 def test_half_precision_is_packed(precision_of_its_own):
     """Under autocast the proof measures the rounding; losses are those of the stock trainer up to it."""
     losses = []

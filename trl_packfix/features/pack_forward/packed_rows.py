@@ -156,6 +156,7 @@ class PackedRows(AroundCalls):
             run on one document at a time.
         collate: makes the packs. It shares beginnings if that was asked for, and no test has found a difference.
         is_proved: whether `prove` has run; if it failed, there is a `refusal`.
+        is_removed: whether `remove_hooks` has run, and `prove` not again.
         refusal: why rows stay padded; None if they are packed.
         sharing_refusal: why rows are packed without sharing although sharing was wanted; None if they share.
         tokens: counts of what was computed.
@@ -200,6 +201,7 @@ class PackedRows(AroundCalls):
         self.sharing_refusal: str | None = None
         self.tokens = PackedTokenCounts()
         self.is_proved = False
+        self.is_removed = False
         self._is_paused = False  # while a batch is compared, so that its padded rows stay padded
         self._compares = True  # whether the first batch of each kind is compared
         # Lengths above which the model computes documents differently, for rows of any length
@@ -228,6 +230,7 @@ class PackedRows(AroundCalls):
         Raises:
             PackingLeakError: packs fail, and `on_leak="raise"`.
         """
+        self.is_removed = False
         packed = self.packed_model
         # A batch is compared inside of the trainer's forward, by further forwards. An engine that shards parameters
         # cannot run these. So no batch is compared, and only this proof decides
@@ -253,6 +256,7 @@ class PackedRows(AroundCalls):
     def remove_hooks(self) -> None:
         """Let `packed_model` remove its hooks, these included, and restore the attention from before `prove`."""
         self.is_proved = False
+        self.is_removed = True
         self.packed_model.restore_own_attention()
 
     # Refusals

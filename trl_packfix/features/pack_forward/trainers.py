@@ -198,7 +198,7 @@ def pack_forward(
     if not is_sharded:  # an engine that shards the model has not wrapped it yet, so the callback proves it later
         try:
             packing.prove()
-        except Exception:
+        except BaseException:  # also Ctrl-C: the caller gets no record whose `remove()` it could call
             packing.remove()
             raise
     return packing
@@ -303,6 +303,8 @@ class _LogAndProve(TrainerCallback):
 
 def _describe_state(rows: PackedRows) -> str:
     """Return how a model computes its rows, packed or padded, and why."""
+    if rows.is_removed:
+        return "as without `pack_forward`, which was removed"
     if not rows.is_proved:
         return "proved when training begins"
     if rows.refusal is not None:
