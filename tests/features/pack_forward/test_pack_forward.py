@@ -20,7 +20,7 @@ from support.rounding import tolerance
 from support.runs import checkpointing, logged, start_weights
 from support.vision import make
 from sweep.double import in_double
-from transformers import BertConfig, BertForSequenceClassification, DynamicCache, TrainerCallback
+from transformers import BertConfig, BertForSequenceClassification, DynamicCache, Trainer, TrainerCallback
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import this_thread
@@ -539,6 +539,21 @@ def test_a_trainer_without_a_transformers_model_is_refused():
     trainer.model_wrapped = trainer.model
     with pytest.raises(ValueError, match="(?s)given a Trainer whose model is a Sequential.*Give it a PreTrainedModel"):
         pack_forward(trainer)
+
+
+def test_a_training_that_makes_another_model_is_refused():
+    stock = build_trainer("trainer", max_steps=1)
+    trainer = Trainer(
+        model_init=lambda: build_tiny_model("llama"),
+        args=stock.args,
+        train_dataset=stock.train_dataset,
+        data_collator=stock.data_collator,
+    )
+    record = pack_forward(trainer)
+    with pytest.raises(ValueError, match="(?s)LlamaForCausalLM that the Trainer had.*Give the trainer a `model` in"):
+        trainer.train()
+    record.remove()
+    assert trainer.train().global_step == 1
 
 
 def test_models_that_all_stay_padded_have_computed_no_tokens():

@@ -249,11 +249,16 @@ def _models_of(trainer: Trainer) -> dict[str, nn.Module]:
     models: dict[int, tuple[str, nn.Module]] = {}  # by the identity of the innermost model
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
-            inner: Any = trainer.accelerator.unwrap_model(value, keep_torch_compile=False)
-            inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+            inner = _innermost(trainer, value)
             if isinstance(inner, PreTrainedModel):
                 models.setdefault(id(inner), (name, value))
     return dict(models.values())
+
+
+def _innermost(trainer: Trainer, model: nn.Module) -> nn.Module:
+    """Return the model inside of its wrappers, such as DDP, and of PEFT."""
+    inner: Any = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 class _LogAndProve(TrainerCallback):
@@ -266,6 +271,15 @@ class _LogAndProve(TrainerCallback):
         self.warned_that_unused = False
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
+        hooked = self.packing.rows.get("model")
+        model = _models_of(self.trainer).get("model")
+        if hooked is not None and model is not None and hooked.model is not _innermost(self.trainer, model):
+            raise ValueError(
+                f"`pack_forward` was called for the {type(hooked.model).__name__} that the "
+                f"{type(self.trainer).__name__} had then, and the trainer now trains another model: with `model_init`, "
+                "each training makes a new one. None of its rows would be packed. Give the trainer a `model` in place "
+                "of `model_init`, or call `remove()` on what `pack_forward` returned."
+            )
         self.packing.prove()
 
     def on_log(
