@@ -117,6 +117,21 @@ def test_text_beside_images_becomes_parts(files):
     assert last["messages"][0]["content"] == "I see"  # a row without images is not changed
 
 
+def test_a_stream_loses_the_keys_that_arrow_has_added(files):
+    """Arrow gives the calls of all rows the arguments of each, as None; the features say so, and `map` drops them."""
+    table = []
+    for path, arguments in zip(files, ({"a": "x"}, {"b": "y"}), strict=False):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": arguments}}}]
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        messages = [user([FORMS["path"](path)]), {"role": "assistant", "content": None, "tool_calls": calls}]
+        table.append({"messages": messages, "tools": tools})
+    stream = Dataset.from_list(table).to_iterable_dataset()
+    row = next(iter(with_named_images(stream, "train")))
+    assert row["images"][0]["path"] == files[0]
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": "x"}
+    assert row["tools"][0]["function"]["parameters"]["properties"] == {"a": "x"}
+
+
 @current_models
 def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
     def batches(dataset, **settings):

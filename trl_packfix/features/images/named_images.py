@@ -9,6 +9,7 @@ import base64
 import re
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 from ...compat import main_process_first
 from ...samples.checks import columns_of, first_rows, has_images, has_transform
 from ...samples.text_kinds import undecoded
-from ...samples.texts import MESSAGES, PAIR
+from ...samples.texts import MESSAGES, PAIR, struct_columns, without_nulls
 
 COLUMNS = (*MESSAGES, *PAIR)  # "messages" and the other names of columns of messages, "prompt" and "completion"
 KEYS = ("image", "image_url", "input_image")  # keys of a part of a content that name an image
@@ -48,6 +49,8 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     move: Any = partial(_move_images, columns=columns, name=name)
     # No image is decoded: it would be encoded again when the row is written
     if isinstance(dataset, IterableDataset):
+        # A mapped stream has no features. They say which keys of the rows Arrow has added, so these are removed now
+        move = partial(move, structs=struct_columns(dataset.features))
         stream: Any = (dataset.decode(False) if dataset.features else dataset).map(move, with_indices=True)
         return stream
     assert isinstance(dataset, Dataset)
@@ -102,7 +105,14 @@ def _without_images(feature: Any) -> Any:
     return feature
 
 
-def _move_images(row: Mapping[str, Any], number: int, *, columns: list[str], name: str) -> dict[str, Any]:
+def _move_images(
+    row: Mapping[str, Any],
+    number: int,
+    *,
+    columns: list[str],
+    name: str,
+    structs: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the columns of messages of a row, with a placeholder in place of each image, and the column `images`.
 
     Args:
@@ -110,7 +120,9 @@ def _move_images(row: Mapping[str, Any], number: int, *, columns: list[str], nam
         number: the number of the row, for messages.
         columns: names of the columns with messages.
         name: name of the dataset, for messages.
+        structs: the `struct_columns` from which keys that Arrow has added are removed; these are returned, too.
     """
+    row = without_nulls(row, structs)
     images: list[Any] = []
 
     def move_image(part: Any) -> Any:
@@ -132,7 +144,7 @@ def _move_images(row: Mapping[str, Any], number: int, *, columns: list[str], nam
         for message in (message for messages in changed.values() for message in messages):
             if isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
-    return {**changed, "images": images}
+    return {**{column: row[column] for column in structs if column in row}, **changed, "images": images}
 
 
 def _to_stored_image(value: Any, where: str) -> Any:
