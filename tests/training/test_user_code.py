@@ -31,7 +31,15 @@ from support.runs import (
     tokenised,
     weights,
 )
-from support.user_code import USER_CODE, with_mean, with_scaled_mean, with_step, with_sum, with_teacher
+from support.user_code import (
+    USER_CODE,
+    with_mean,
+    with_penalty,
+    with_scaled_mean,
+    with_step,
+    with_sum,
+    with_teacher,
+)
 from support.versions import trl_trains
 from transformers import TrainerCallback
 
@@ -136,6 +144,25 @@ def test_a_mean_is_divided_by_the_micro_batches_of_all_ranks(tmp_path, monkeypat
     monkeypatch.setattr(trainer.accelerator, "reduce", reduce_over_two_ranks)
     trainer.train()
     assert divisors == [1.5, 1.5]
+
+
+class DummiesSecond(SFTTrainer):
+    """Has dummies only in the second step, as a rank has that gets none of the last documents of an epoch."""
+
+    def get_batch_samples(self, batches, *args):
+        def mask(batch):
+            return batch | {"labels": torch.full_like(batch["labels"], -100)}
+
+        return super().get_batch_samples(map(mask, batches) if self.state.global_step == 1 else batches, *args)
+
+
+@pytest.mark.parametrize("make_class", [with_penalty, with_step])
+def test_a_rank_with_dummies_only_is_not_told_that_its_loss_has_no_weights(make_class, tmp_path):
+    """The user's code gets no dummies, so in such a step it calls no loss of this package."""
+    settings = {"document_weighting": "document", "max_steps": 3}
+    trainer = run_training(tmp_path, documents(), trainer_class=make_class(DummiesSecond), **settings)
+    counts = [entry["trained_tokens"] for entry in log_of_steps(trainer)]
+    assert [count > 0 for count in counts] == [True, False, True]
 
 
 def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):

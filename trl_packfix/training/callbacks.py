@@ -114,8 +114,8 @@ class BeforeTraining(TrainerCallback):
     def on_pre_optimizer_step(self, *arguments: object, **kwargs: object) -> None:
         """Refuse a subclass with a `compute_loss` that does not call the method of this package."""
         # `compute_loss` of this package sets `is_scored` in each step. If it did not run, a subclass has replaced it,
-        # and `refuse_conflicts` raises ValueError
-        if not self._objective.totals.is_scored:
+        # and `refuse_conflicts` raises ValueError. On a rank with dummies only the subclass did not run either
+        if self._trainer.user_code.has_batches and not self._objective.totals.is_scored:
             refuse_conflicts(
                 RunSettings(args=self._trainer.args, user_loss=f"{type(self._trainer).__name__}.compute_loss")
             )

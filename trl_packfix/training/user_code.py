@@ -44,7 +44,13 @@ class UserCode(TrainerPart):
         trainer: the trainer.
         package_class: this package's `SFTTrainer`. A method that the trainer does not have from it is the user's.
         dummy_loss: computes the loss of a dummy, with the arguments of `compute_loss`.
+
+    Attributes:
+        has_batches: whether this rank has a micro-batch of the current step that is no dummy. It stays True without
+            methods of the user's, because then dummies get the loss of all micro-batches.
     """
+
+    has_batches = True
 
     def __init__(self, trainer: TrainerView, package_class: type, dummy_loss: Callable[..., Tensor]):
         super().__init__(trainer)
@@ -115,8 +121,10 @@ class UserCode(TrainerPart):
         """
         if self.args.packing and self.methods:
             accelerator = self._trainer.accelerator
-            num_filled = torch.tensor(float(sum(map(has_trained_tokens, batches))), device=accelerator.device)
-            self._num_filled = float(accelerator.reduce(num_filled, reduction="mean"))
+            num_filled = sum(map(has_trained_tokens, batches))
+            self.has_batches = num_filled > 0
+            num_filled_of_rank = torch.tensor(float(num_filled), device=accelerator.device)
+            self._num_filled = float(accelerator.reduce(num_filled_of_rank, reduction="mean"))
 
     def _training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Run the user's step, or this package's step if the micro-batch is a dummy, and return its loss."""
