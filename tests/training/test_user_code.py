@@ -425,6 +425,32 @@ def test_a_leaking_module_that_a_callback_swaps_in_is_refused(tmp_path):
         run_training(tmp_path, documents(), max_steps=3, on_leak="raise", callbacks=[Swaps(Shifted)])
 
 
+class Mixing(torch.nn.Module):
+    """Adds to each token a share of all tokens of its row, also of other documents."""
+
+    def forward(self, states):
+        return states + states.mean(1, keepdim=True)
+
+
+class SwapsAtOneAddress(TrainerCallback):
+    """Deletes a norm before the second step, and puts a module in its place, at the same address if it is free."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            layer = model.model.layers[0]
+            address = id(layer.post_attention_layernorm)
+            del layer.post_attention_layernorm
+            candidates = []
+            while len(candidates) < 100 and (not candidates or id(candidates[-1]) != address):
+                candidates.append(Mixing())
+            layer.post_attention_layernorm = candidates[-1]
+
+
+def test_a_module_at_the_address_of_a_deleted_one_is_tested(tmp_path):
+    with pytest.raises(PackingLeakError):
+        run_training(tmp_path, documents(), max_steps=3, on_leak="raise", callbacks=[SwapsAtOneAddress()])
+
+
 # Hooks that the tests before the first step meet
 
 

@@ -148,15 +148,17 @@ class BeforeFirstStep(TrainerCallback):
         self._trainer = trainer
         self._data = data
         self._first_step = first_step
-        self._proved_module_ids: list[int] = []  # `id` of each module when the model was last proved
+        # The modules of the model when it was last proved. They are kept, because a deleted module may leave its
+        # address, and with it its `id`, to the module that replaces it
+        self._proved_modules: list[nn.Module] = []
 
     def on_step_begin(self, *arguments: object, **kwargs: object) -> None:
         """Prove isolation again if modules of the model were replaced, added or removed since the last proof."""
         trainer = self._trainer
-        module_ids = self._module_ids()
-        if module_ids == self._proved_module_ids or trainer.packed_model.is_unpacked:  # padded batches need no proof
-            return
-        self._proved_module_ids = module_ids
+        modules = self._modules()
+        if trainer.packed_model.is_unpacked or [*map(id, modules)] == [*map(id, self._proved_modules)]:
+            return  # padded batches need no proof
+        self._proved_modules = modules
         with trainer.compute_loss_context_manager(), layers_uncompiled(trainer.args):
             # Chooses the attention of packs again, too
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
@@ -168,9 +170,9 @@ class BeforeFirstStep(TrainerCallback):
             f"{trainer.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
         )
 
-    def _module_ids(self) -> list[int]:
-        """Return the `id` of each module of the model."""
-        return [id(module) for module in walk_modules(base_model(self._trainer.model))]
+    def _modules(self) -> list[nn.Module]:
+        """Return the modules of the model."""
+        return [*walk_modules(base_model(self._trainer.model))]
 
     def on_train_begin(self, *arguments: object, **kwargs: object) -> None:
         """Prove and compare, show and log the report, and refuse a model with which packs cannot be trained."""
@@ -200,7 +202,7 @@ class BeforeFirstStep(TrainerCallback):
         # The report is shown also for a model that is refused here
         isolation.raise_if_leaking(args.on_leak)
         step_comparison.raise_if_different()
-        self._proved_module_ids = self._module_ids()
+        self._proved_modules = self._modules()
         # Loggers get these numbers, and trainer_state.json has them. They are not printed if the report was shown.
         silent_callbacks = (PrinterCallback, ProgressCallback) if args.packing_report else ()
         with callbacks_left_out(trainer.callback_handler, silent_callbacks):
