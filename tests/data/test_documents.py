@@ -113,6 +113,33 @@ def test_reader_sees_the_rows_that_the_dataset_shows(change):
 rows_of_labels = st.lists(st.lists(st.booleans(), min_size=0, max_size=23), min_size=1, max_size=30)
 
 
+GAPS = Dataset.from_dict(
+    {"input_ids": [[1, 2], None, [3, None, 4], [5, 6, 7], []], "labels": [[1, 2], [], [1, 2, 3], [5, 6, 7], []]}
+)
+
+
+@pytest.mark.parametrize(
+    "rows, lengths",
+    [(GAPS.filter(lambda row: None not in (row["input_ids"] or [None])), [2, 3]), (GAPS.select([3, 0]), [3, 2])],
+)
+def test_rows_with_gaps_may_be_left_out(rows, lengths):
+    assert rows.data.num_rows == 5, "the table has only the selected rows"
+    reader = TokenReader(rows)
+    assert reader.lengths.tolist() == lengths
+    read_rows = [reader.read(i, 0, length)["input_ids"].tolist() for i, length in enumerate(lengths)]
+    assert read_rows == rows["input_ids"][:]
+
+
+@pytest.mark.parametrize(
+    "selected, counted", [([0, 1, 1], "2 missing rows and 0 .* in 3"), ([2, 3], "0 .* and 1 .* in 2")]
+)
+def test_gaps_are_counted_in_the_selected_rows(selected, counted):
+    with pytest.raises(ValueError, match=f"Column `input_ids` holds {counted} rows.*Remove these"):
+        TokenReader(GAPS.select(selected))
+    with pytest.raises(ValueError, match=r"holds 0 missing rows and 1 missing values in 2 rows"):
+        TokenReader(GAPS.select(range(2, 4)))
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     rows=rows_of_labels,

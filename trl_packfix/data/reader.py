@@ -176,7 +176,7 @@ class _ListColumn:
         indices: the rows of the table that the dataset has, in its order, or None for all rows of the table.
 
     Raises:
-        ValueError: the column does not hold lists of integers, or holds missing values.
+        ValueError: the column does not hold lists of integers, or a row of the dataset holds missing values.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, indices: Int64Array | None):
@@ -200,14 +200,28 @@ class _ListColumn:
             if pa.types.is_boolean(values.type):
                 values = values.cast(pa.int8())  # a mask: Arrow stores eight booleans in a byte, and numpy stores one
             if chunk.null_count or values.null_count:
-                raise ValueError(
-                    f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing values in "
-                    f"{len(chunk)} rows. Packing reads every row as a list of integers without gaps. Remove these "
-                    "rows, or write integers."
-                )
+                self._refuse_missing(name, chunk)
+                values = values.fill_null(0)  # they are in rows that the dataset does not select
             self.values.append(values.to_numpy(zero_copy_only=True))
             self.offsets.append(chunk.offsets.to_numpy())
             self.first_rows.append(self.first_rows[-1] + len(chunk))
+
+    def _refuse_missing(self, name: str, chunk: pa.ListArray) -> None:
+        """Refuse missing rows and values in those rows of the next chunk that the dataset has."""
+        rows = np.arange(len(chunk))
+        if self.indices is not None:
+            in_chunk = self.indices - self.first_rows[-1]
+            rows = in_chunk[(in_chunk >= 0) & (in_chunk < len(chunk))]
+        num_rows = chunk.is_null().to_numpy(zero_copy_only=False)[rows].sum()
+        is_missing = chunk.values.is_null().to_numpy(zero_copy_only=False)
+        offsets = chunk.offsets.to_numpy()
+        num_values = _count_marked(is_missing, offsets[:-1][rows], offsets[1:][rows]).sum()
+        if num_rows or num_values:
+            raise ValueError(
+                f"Column `{name}` holds {num_rows} missing rows and {num_values} missing values in "
+                f"{len(rows)} rows. Packing reads every row as a list of integers without gaps. Remove these "
+                "rows, or write integers."
+            )
 
     @cached_property
     def lengths(self) -> Int64Array:
