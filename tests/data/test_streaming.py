@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.stream_reader import CHUNK, StreamRows
+from trl_packfix.data.stream_reader import CHUNK, StreamRows, read_whole
 from trl_packfix.planning.exact_fill import StreamPacker
 from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.planning.packs import plan_stream
@@ -484,6 +484,14 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
     assert named["eval_a_loss"] == pytest.approx(table["eval_loss"], rel=1e-6)
     assert make(data.to_iterable_dataset(), compute_metrics=metric).evaluate()["eval_rows"] == 50
     assert trainer.predict(trainer.eval_dataset).predictions.shape[0] == 50
+
+
+def test_a_chunk_of_an_evaluation_stream_may_have_values_of_another_type():
+    weights = [1] * CHUNK + [0.5]
+    rows = [{"input_ids": [5, 6], "weight": weight} for weight in weights]
+    table = read_whole(IterableDataset.from_generator(lambda: iter(rows)), "weight", None)
+    assert table["weight"][:] == weights
+    assert table["input_ids"][:] == [[5, 6]] * (CHUNK + 1)
 
 
 def test_an_empty_evaluation_stream_is_refused(tmp_path):

@@ -27,7 +27,7 @@ import fsspec.asyn
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset, concatenate_datasets
+from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
@@ -331,10 +331,11 @@ def read_whole(dataset: IterableDataset, *further_columns: str | None) -> Datase
     Raises:
         ValueError: the stream has no rows.
     """
-    tables = [as_table(batch, *further_columns) for batch in dataset.iter(batch_size=CHUNK)]
+    tables = [as_table(batch, *further_columns).data.table for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
         refuse_empty()
-    return concatenate_datasets(tables)
+    # The type of a column is found for each chunk: weights may be whole numbers in one chunk, and floats in another
+    return Dataset(pa.concat_tables(tables, promote_options="permissive"), fingerprint="chunks")
 
 
 def refuse_empty() -> NoReturn:
