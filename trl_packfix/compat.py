@@ -93,6 +93,14 @@ def require_trl(installed: str | None = None) -> None:
         )
 
 
+def loads_tokenizer_of_revision(installed: str | None = None) -> bool:
+    """Return whether TRL's trainer loads the tokenizer or processor of the model's revision, and not of the newest.
+
+    Can be removed with support for TRL below 1.13.
+    """
+    return Version(installed or importlib.metadata.version("trl")) >= Version("1.13.0")
+
+
 def scores_tokens(installed: str | None = None) -> bool:
     """Return whether TRL's fused LM head returns a log-probability per token on every device.
 

@@ -19,9 +19,11 @@ from support.launch import PROCESS_SECONDS, run_to_end
 from support.models import build_tokenizer
 from support.paths import ROOT
 from support.runs import all_documents, build_trainer, stock
+from transformers import AutoProcessor, AutoTokenizer
 
 from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main, tokens
+from trl_packfix.compat import loads_tokenizer_of_revision
 from trl_packfix.data.collator import MASK_COLUMNS
 
 PROGRAM = [sys.executable, "-m", "trl_packfix"]
@@ -195,6 +197,29 @@ def refused(workplace):
         Dataset.from_dict(columns).save_to_disk(workplace / name)
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(workplace / "splits")
     return workplace
+
+
+@pytest.mark.parametrize("of_run, revision", [([], "v2"), (["--model-init-kwargs", '{"revision": "v3"}'], "v3")])
+@pytest.mark.parametrize("command", ["plan", "show", "prepare", "check"])
+def test_the_tokenizer_is_of_the_revision_that_is_trained(command, of_run, revision, workplace, tmp_path, monkeypatch):
+    """Record what transformers is asked for, because no revision is in a folder."""
+    revisions = {}
+    for loader in (AutoTokenizer, AutoProcessor):
+        load = loader.from_pretrained
+
+        def record(name, load=load, **options):
+            revisions.setdefault(str(name), set()).add(options.get("revision"))
+            return load(name, **options)
+
+        monkeypatch.setattr(loader, "from_pretrained", record)
+    model, data = str(workplace / "model"), str(workplace / "rows.jsonl")
+    settings = ["--model-revision", "v2", *of_run]
+    words = {
+        "check": ["check", model, "--dataset", data],
+        "prepare": ["prepare", data, "--model", model, "--output", str(tmp_path / "new")],
+    }.get(command, [command, data, "--model", model, "--max-length", "512"])
+    assert main([*words, *settings]) == 0
+    assert revisions == {model: {revision if loads_tokenizer_of_revision() else None}}
 
 
 @pytest.mark.parametrize("words", REFUSED)

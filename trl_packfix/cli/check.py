@@ -89,6 +89,7 @@ def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_js
     """Test these datasets, not those of the config file, and print a report of each. Return 0 if all are complete."""
     from .omissions import report_tables
 
+    configs.model.model_name_or_path = model
     configs.script.dataset_name = datasets
     configs.mixture.datasets = []
     reports = list(report_tables(configs, model))

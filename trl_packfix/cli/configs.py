@@ -23,6 +23,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
+from ..compat import loads_tokenizer_of_revision
 from ..training.config import SFTConfig, lacks_devices, with_settings
 from ..training.foreign_keys import describe_foreign_keys, other_defaults
 from .flags import SHORT_FLAGS, HelpFormatter, complete_flags, did_you_mean, setting_named
@@ -158,6 +159,18 @@ class RunConfigs(NamedTuple):
     def table_names(self) -> list[str]:
         """The names of the tables that are read one by one: each dataset, or the whole mixture as one table."""
         return [", ".join(self.names)] if self.mixture.datasets else self.names
+
+    def tokenizer_settings(self, name: str) -> dict[str, Any]:
+        """Return the arguments with which a tokenizer or processor is loaded: for that of the model those of training.
+
+        Args:
+            name: the name or folder of the tokenizer or of the model.
+        """
+        settings: dict[str, Any] = {"trust_remote_code": self.training.trust_remote_code}
+        if name == self.model.model_name_or_path and loads_tokenizer_of_revision():
+            init_kwargs: Any = self.training.model_init_kwargs or {}
+            settings["revision"] = init_kwargs.get("revision", self.model.model_revision)
+        return settings
 
 
 def parse_configs(

@@ -100,4 +100,4 @@ def _omissions_of(
 def _load_processor(configs: RunConfigs, model: str) -> Any:
     """Return the processor of a model, or its tokenizer if it has none."""
     with setting_named(model, TOKENIZER):  # errors become a ValueError with this name and with the advice `TOKENIZER`
-        return AutoProcessor.from_pretrained(model, trust_remote_code=configs.training.trust_remote_code)
+        return AutoProcessor.from_pretrained(model, **configs.tokenizer_settings(model))

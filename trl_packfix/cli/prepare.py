@@ -72,14 +72,14 @@ def run_prepare(args: argparse.Namespace) -> int:
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
-    tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_name, configs)
     tables, with_images = read_tables(configs)
     with _written_whole_or_not(output) as folder:
         # `ledger` counts documents and tokens: `given` are all of them, `dropped` those without a trained token, and
         # `kept` the others
         if with_images:
             # Rows with images are written as they are. Their measures, such as lengths, are cached beside the table
-            num_written, num_read, ledger = save_measured(tables, tokenizer_name, config, output=folder)
+            num_written, num_read, ledger = save_measured(tables, tokenizer_name, configs, output=folder)
         else:
             num_written, num_read, ledger = save_tokens(configs, tables, tokenizer, output=folder)
         manifest = {

@@ -97,7 +97,7 @@ def run_show(args: argparse.Namespace) -> int:
         from .omissions import with_omissions
         from .tokens import load_tokenizer
 
-        tokenizer = load_tokenizer(tokenizer_name, configs.training.trust_remote_code)
+        tokenizer = load_tokenizer(tokenizer_name, configs)
         # Mark in the documents where the chat template leaves out a text of the row
         packs = with_omissions(packs, configs, model=tokenizer_name, reader=reader)
     picture = None

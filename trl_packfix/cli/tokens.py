@@ -46,10 +46,10 @@ from .sources import check_split, in_utf8, load_rows
 TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remote-code` if it has code that you trust"
 
 
-def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, configs: RunConfigs) -> PreTrainedTokenizerBase:
     """Return the tokenizer with this name or folder; raise ValueError if it cannot be loaded."""
     with setting_named(name, TOKENIZER):  # errors become a ValueError with this name and with the advice `TOKENIZER`
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(name, **configs.tokenizer_settings(name))
 
 
 def tokenise(
@@ -113,7 +113,7 @@ def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
     return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
-def measure_images(dataset: Dataset, model: str | None, config: SFTConfig) -> RowReader:
+def measure_images(dataset: Dataset, model: str | None, configs: RunConfigs) -> RowReader:
     """Return the documents of rows with images, as `SFTTrainer` measures them: with the processor of a model.
 
     Args:
@@ -125,7 +125,7 @@ def measure_images(dataset: Dataset, model: str | None, config: SFTConfig) -> Ro
     processor = None
     if model is not None:
         with setting_named(model, MODEL_HELP):
-            processor = AutoProcessor.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+            processor = AutoProcessor.from_pretrained(model, **configs.tokenizer_settings(model))
     if not isinstance(processor, ProcessorMixin):
         column = next(column for column in IMAGES if column in dataset.column_names)
         cause = "no model was given" if model is None else f"`{model}` has a tokenizer only"
@@ -134,7 +134,7 @@ def measure_images(dataset: Dataset, model: str | None, config: SFTConfig) -> Ro
             "tokens of an image depends on the processor. Set `--model` to the name or the folder of the model with a "
             f"processor that you will train, or remove the column `{column}` if the text alone is to be trained."
         )
-    reader: RowReader = image_support().read_table(dataset, processor, config)
+    reader: RowReader = image_support().read_table(dataset, processor, configs.training)
     return reader
 
 
@@ -184,7 +184,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
         # Also for a tokenised dataset, whose ids are checked against the vocabulary
         loaded_tokenizer = None
         if processor_name is not None:
-            loaded_tokenizer = load_tokenizer(processor_name, training_config.trust_remote_code)
+            loaded_tokenizer = load_tokenizer(processor_name, configs)
         with in_utf8(name):  # the text of a file is decoded only now
             table, turns = tokenise(rows, loaded_tokenizer, training_config)
         text_tables.append(table)
@@ -205,7 +205,7 @@ def read_documents(configs: RunConfigs, tokenizer: str | None) -> RowReader:
             "joined to one table. Plan them one by one, or give the rows of text an empty column `images`."
         )
     if image_tables:
-        return measure_images(concatenate_tables(image_tables), processor_name, training_config)
+        return measure_images(concatenate_tables(image_tables), processor_name, configs)
     reader = TokenReader(concatenate_tables(text_tables))
     reader.turns = turn_counts  # for the report
     return reader
@@ -284,7 +284,9 @@ def save_tokens(
     return len(joined), sum(map(len, token_tables)), ledger
 
 
-def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
+def save_measured(
+    tables: list[Dataset], processor: str, configs: RunConfigs, *, output: Path
+) -> tuple[int, int, Ledger]:
     """Write rows with images to `output` as they are, and measure their documents. Bad rows are dropped or refused.
 
     The lengths are cached beside the table, where training looks for them.
@@ -295,10 +297,11 @@ def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, o
     Returns:
         The number of rows that are written, the number of rows before, and the counts of documents and tokens.
     """
+    config = configs.training
     table = concatenate_tables(tables)
     num_rows = len(table)
     if config.bad_rows == "drop":
-        reader = measure_images(table, processor, config)
+        reader = measure_images(table, processor, configs)
         is_bad = reader.bad_rows()  # for each document, whether it could not be rendered
         row_of_document = reader.conversations  # None if each row is one document
         if is_bad.any():
@@ -308,6 +311,6 @@ def save_measured(tables: list[Dataset], processor: str, config: SFTConfig, *, o
             table = table.select(good_rows)
     table.save_to_disk(output, num_proc=config.dataset_num_proc)
     # Measure the saved table, so that the lengths are cached beside it
-    reader = measure_images(load_from_disk(str(output)), processor, config)
+    reader = measure_images(load_from_disk(str(output)), processor, configs)
     ledger = make_documents(reader, max_length=None).ledger
     return len(table), num_rows, ledger
