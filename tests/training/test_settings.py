@@ -2,12 +2,14 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 from collections import Counter
 from dataclasses import fields
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import trl
@@ -174,6 +176,24 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
 
 
 # Fields that change the optimizer or the adapters are rows of the table of equivalences
+
+
+@pytest.mark.parametrize("settings", [{"packing_report": True}, {"config_class": trl.SFTConfig}], ids=["ours", "of TRL"])
+def test_numbers_of_numpy_are_those_of_python(settings, tmp_path):
+    """For example, `max_length` may be a percentile of lengths."""
+    settings |= {"max_length": np.int64(64), "logging_steps": np.float32(1), "max_steps": 1}
+    trainer = run_training(tmp_path, texts(8), **settings)
+    assert json.loads((tmp_path / "packing_report.json").read_text())["max_length"] == 64
+    assert type(trainer.args.max_length) is int
+    assert type(trainer.args.logging_steps) in (int, float)
+
+
+def test_speeds_of_numpy_are_taken(tmp_path):
+    speeds = {"flops": np.float32(1e12), "ranks_per_node": np.int64(4)}
+    sizes = {"tokens_per_rank": np.int64(64), "max_length": np.int64(128), "per_device_train_batch_size": 1}
+    args = config(tmp_path, **sizes, exchange_speeds=speeds)
+    assert args.tokens_per_rank == 64
+    assert {name: type(value) for name, value in args.exchange_speeds.items()} == {"flops": float, "ranks_per_node": int}
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path):

@@ -20,6 +20,7 @@ from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 import trl
 from transformers import TrainingArguments
@@ -208,6 +209,7 @@ class SFTConfig(trl.SFTConfig):
                     f"`{name}={value}` was given. It begins like JSON and cannot be read: {error}. Write names and "
                     """texts in double quotes and the whole in single ones: '{"name": 1.0}'."""
                 ) from error
+        _convert_numpy(self)
         _refuse_texts(self)
         check_devices(self)
         check_precision(self)
@@ -256,6 +258,17 @@ TYPES_OF_FIELDS = {name: {*(get_args(hint) or (hint,))} for name, hint in TYPE_H
 NUMERIC_FIELDS = {name: types for name, types in TYPES_OF_FIELDS.items() if types <= {bool, int, float, type(None)}}
 
 
+def _convert_numpy(args: SFTConfig) -> None:
+    """Make numbers and switches of numpy those of Python, in place: JSON, in which runs are saved, has no others."""
+    for name in NUMERIC_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, np.generic):
+            setattr(args, name, value.item())
+    if isinstance(args.exchange_speeds, dict):
+        speeds = args.exchange_speeds.items()
+        args.exchange_speeds = {key: value.item() if isinstance(value, np.generic) else value for key, value in speeds}
+
+
 def _refuse_texts(args: SFTConfig) -> None:
     """Refuse texts as values of fields that hold a number or a switch.
 
@@ -292,6 +305,7 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
         # The config was checked when it was made, but values may have been set since. A trainer with `padding_free` has
         # set `packing` in its own config, which may be given to another trainer, and has no `max_length`
         config = copy.copy(args)
+        _convert_numpy(config)
         _refuse_texts(config)
         check_config(config, may_lack_max_length=True)
         return config
@@ -300,6 +314,7 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
         config = object.__new__(SFTConfig)
         defaults = {setting.name: setting.default for setting in fields(SFTConfig)}
         vars(config).update(defaults | vars(args))
+        _convert_numpy(config)
         _refuse_texts(config)
         check_devices(config)
         check_config(config)
