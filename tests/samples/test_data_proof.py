@@ -690,6 +690,14 @@ def test_a_content_of_0_is_no_key_that_excludes_a_message(row):
     assert not [finding for finding in report.findings if "0, which is not read" in finding.what]
 
 
+def test_json_of_a_stream_is_read_as_json():
+    rows = [{"messages": [user("hi"), answer("yo")]}] * 4
+    table = Dataset.from_list(rows, features=Features({"messages": List(Json())}))
+    report = prove(table.to_iterable_dataset(), tokenizer_with("qwen3"))
+    assert report.complete
+    assert "plain text" not in str(report)
+
+
 @pytest.mark.parametrize("num_rows, is_seen", [(100, True), (101, False)])
 def test_the_first_rows_of_a_stream_are_read(num_rows, is_seen):
     rows = [messages(ASK, OK)] * (num_rows - 1) + [CASES["developer"].row]

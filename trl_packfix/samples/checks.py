@@ -6,10 +6,11 @@ name begins with `check_` raises a ValueError that says what to change, or retur
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json, LargeList, List
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from . import texts
@@ -63,8 +64,30 @@ def without_format(dataset: Any) -> Any:
 
 def first_rows(stream: IterableDataset) -> list[dict[str, Any]]:
     """Return the first rows of a stream without decoding their images. Rows may differ in their columns."""
-    # Decoding can be switched off only if the types of the columns are known; else there are no encoded images
-    return list((stream.decode(False) if stream.features else stream).take(NUM_CHECKED_OF_STREAM))
+    return list(undecoded_stream(stream).take(NUM_CHECKED_OF_STREAM))
+
+
+def undecoded_stream(stream: IterableDataset) -> IterableDataset:
+    """Return a stream whose images, sounds and videos are not decoded; its JSON is.
+
+    Without known types of its columns, a stream is returned as it is: it has no encoded images.
+    """
+    if not stream.features:
+        return stream
+    # `decode` leaves JSON as text, too
+    features = Features({name: _undecoded(feature) for name, feature in stream.features.items()})
+    return stream.decode(False).cast(features)
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature whose images, sounds and videos are not decoded."""
+    if isinstance(feature, dict):
+        return {key: _undecoded(value) for key, value in feature.items()}
+    if isinstance(feature, List | LargeList):
+        return replace(feature, feature=_undecoded(feature.feature))
+    if hasattr(feature, "decode") and not isinstance(feature, Json):
+        return replace(feature, decode=False)
+    return feature
 
 
 def check_rows(dataset: object, name: str) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from datasets import Audio, Dataset, Image, IterableDataset, LargeList, List, Value, Video
 
 from ..compat import sanitises_control_tokens
-from .checks import IMAGES
+from .checks import IMAGES, undecoded_stream
 from .conversation import ROLES, Message
 from .row import HashedMapFunction, read_integer_column
 from .texts import MESSAGES, text_columns, without_nulls
@@ -418,8 +418,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
             )
             hashes = read_integer_column(hashed, "kinds")
     else:
-        stream = dataset.decode(False) if dataset.features else dataset
-        rows = columns = list(islice(stream, num))
+        rows = columns = list(islice(undecoded_stream(dataset), num))
         hashes = np.array([_hash_kinds(reader.kinds(row)) for row in rows], np.int64)
     # Rows with equal hashes have the same shape. Sort the shapes, the most frequent first
     _, first, shape_of, counts = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)

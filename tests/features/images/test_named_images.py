@@ -79,6 +79,13 @@ def test_images_of_messages_become_a_column(form, files):
         assert contents(with_named_images(table, "train")) == expected
 
 
+def test_images_of_json_in_a_stream_become_a_column(files):
+    stream = Dataset.from_list(rows(files, FORMS["url"]), features=Features({"messages": List(Json())}))
+    first = next(iter(with_named_images(stream.to_iterable_dataset(), "train")))
+    assert first["images"] == [{"path": files[0], "bytes": None}]
+    assert first["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "what 0?"}]
+
+
 @pytest.mark.parametrize("list_type", [List, LargeList])
 def test_messages_keep_no_key_of_images(list_type, files):
     """Large lists are what `Dataset.from_polars` and other tables of Arrow have."""
@@ -141,7 +148,13 @@ def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
 
     named = Dataset.from_list(rows(files, FORMS["url"]))
     column = in_column(files)
-    for table, same in ((named, column), (named.to_iterable_dataset(), column.to_iterable_dataset())):
+    # In JSON files, contents that are texts in some rows and parts in others are columns of JSON
+    as_json = Dataset.from_list(
+        column.cast_column("images", List(Image(decode=False))).to_list(),
+        features=Features({"messages": List({"role": Value("string"), "content": Json()}), "images": List(Image())}),
+    )
+    streams = [table.to_iterable_dataset() for table in (named, column, as_json)]
+    for table, same in ((named, column), (streams[0], streams[1]), (streams[2], streams[1])):
         named_batches, trainer = batches(table, assistant_only_loss=True)
         assert named_batches == batches(same, assistant_only_loss=True)[0]
     pad = trainer.processing_class.tokenizer.convert_tokens_to_ids(trainer.processing_class.image_token)

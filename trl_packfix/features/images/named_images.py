@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 
 from ...compat import main_process_first
-from ...samples.checks import columns_of, first_rows, has_images, has_transform
+from ...samples.checks import columns_of, first_rows, has_images, has_transform, undecoded_stream
 from ...samples.text_kinds import undecoded
 from ...samples.texts import MESSAGES, PAIR, struct_columns, without_nulls
 
@@ -51,7 +51,7 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     if isinstance(dataset, IterableDataset):
         # A mapped stream has no features. They say which keys of the rows Arrow has added, so these are removed now
         move = partial(move, structs=struct_columns(dataset.features))
-        stream: Any = (dataset.decode(False) if dataset.features else dataset).map(move, with_indices=True)
+        stream: Any = undecoded_stream(dataset).map(move, with_indices=True)
         return stream
     assert isinstance(dataset, Dataset)
     table = dataset

@@ -25,7 +25,7 @@ from datasets import Dataset, Image, IterableDataset
 from ...data.documents import Documents, make_documents
 from ...data.stream_reader import StreamRows
 from ...planning.packing import Packing
-from ...samples.checks import IMAGES
+from ...samples.checks import IMAGES, undecoded_stream
 from ...samples.conversation import COLUMNS, images_of
 from ...samples.make_samples import columns_of_batch
 from ...samples.row import BAD_ROW_COLUMN, ROW_COLUMN
@@ -98,7 +98,7 @@ class StreamImages(StreamRows):
             while feature is not None and not isinstance(feature, Image):
                 feature = getattr(feature, "feature", None)
             mode = mode if feature is None else feature.mode
-        return dataset.decode(False), replace(self, mode=mode, structs=struct_columns(dataset.features))
+        return undecoded_stream(dataset), replace(self, mode=mode, structs=struct_columns(dataset.features))
 
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
