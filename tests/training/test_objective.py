@@ -228,6 +228,18 @@ def test_padding_adds_nothing_to_the_router_statistic_of_an_evaluation(tmp_path)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+def test_dummies_of_other_ranks_do_not_lower_the_router_loss_of_an_evaluation(tmp_path, monkeypatch):
+    trainer = experts(tmp_path, halves(3))
+    expected = trainer.evaluate(halves(3))["eval_aux_loss"]
+    gather = trainer.accelerator.gather
+
+    def gather_with_a_rank_of_dummies(values):
+        return torch.cat([gather(values).flatten(), torch.zeros(values.numel(), dtype=values.dtype)])
+
+    monkeypatch.setattr(trainer.accelerator, "gather", gather_with_a_rank_of_dummies)
+    assert trainer.evaluate(halves(3))["eval_aux_loss"] == pytest.approx(expected, rel=1e-6)
+
+
 # What is logged
 
 

@@ -389,10 +389,12 @@ class Evaluation(TrainerPart):
                 targets = layout.targets(outputs.label_mask)
                 if self._trainer.aux_loss_enabled:
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-                    # If several ranks share a pack, the first has the value of the pack, and the others have 0. So the
-                    # value is multiplied by their number before the mean over ranks is taken
-                    aux_loss = self._trainer.accelerator.gather(layout.group.size * aux_loss).mean().item()
-                    self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
+                    # Of ranks that share a pack, the first has its value. A dummy, the batch of a rank without
+                    # documents, has none. An empty list would have no mean
+                    counts = layout.group.count_once(targets.trained.any()).to(aux_loss)
+                    pairs = self._trainer.accelerator.gather(torch.stack([aux_loss, counts])).view(-1, 2).tolist()
+                    if values := [value for value, is_counted in pairs if is_counted]:
+                        self._trainer._metrics["eval"]["aux_loss"] += values
                 # `add` adds the batch to the totals, and returns its mean loss
                 mean_loss = self._totals.add(outputs, targets, objective.sources_of(targets))
                 return mean_loss.float(), None, None
