@@ -178,7 +178,9 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
 # Fields that change the optimizer or the adapters are rows of the table of equivalences
 
 
-@pytest.mark.parametrize("settings", [{"packing_report": True}, {"config_class": trl.SFTConfig}], ids=["ours", "of TRL"])
+@pytest.mark.parametrize(
+    "settings", [{"packing_report": True}, {"config_class": trl.SFTConfig}], ids=["ours", "of TRL"]
+)
 def test_numbers_of_numpy_are_those_of_python(settings, tmp_path):
     """For example, `max_length` may be a percentile of lengths."""
     settings |= {"max_length": np.int64(64), "logging_steps": np.float32(1), "max_steps": 1}
@@ -193,7 +195,10 @@ def test_speeds_of_numpy_are_taken(tmp_path):
     sizes = {"tokens_per_rank": np.int64(64), "max_length": np.int64(128), "per_device_train_batch_size": 1}
     args = config(tmp_path, **sizes, exchange_speeds=speeds)
     assert args.tokens_per_rank == 64
-    assert {name: type(value) for name, value in args.exchange_speeds.items()} == {"flops": float, "ranks_per_node": int}
+    assert {name: type(value) for name, value in args.exchange_speeds.items()} == {
+        "flops": float,
+        "ranks_per_node": int,
+    }
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path):

@@ -373,7 +373,8 @@ def check_config(args: SFTConfig, *, may_lack_max_length: bool = False) -> None:
 
     Args:
         args: the config.
-        may_lack_max_length: whether `max_length` may be None with `packing` and the strategy "minibatch".
+        may_lack_max_length: whether `max_length` may be None with `packing`, if the strategy keeps the steps of unpacked
+            training. Its packs are limited by their number of documents.
     """
     if isinstance(args.packing, str):
         raise ValueError(
@@ -398,7 +399,8 @@ def check_config(args: SFTConfig, *, may_lack_max_length: bool = False) -> None:
             if getattr(args, name) is not None:
                 check_count(name, getattr(args, name))
         # `padding_free` without `packing` does not limit the tokens of a pack, so it does not need `max_length`
-        is_padding_free = may_lack_max_length and args.packing_strategy == "minibatch"
+        keeps_unpacked_steps = STRATEGIES[args.packing_strategy].keeps_unpacked_steps
+        is_padding_free = may_lack_max_length and keeps_unpacked_steps
         packs_by_length = args.packing and not is_padding_free
         needs_max_length = packs_by_length or args.pad_documents_to_multiple_of is not None
         if needs_max_length or args.max_length is not None:
