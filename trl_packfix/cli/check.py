@@ -22,10 +22,11 @@ EXAMPLES = """\
 
 The flags that matter are `max_length` (the longest document of the run; 1,024 by default), `dtype` (by default bfloat16
 on CUDA, else float32), `attn_implementation`, `model_init_kwargs`, `enforce_flash_attention`, `on_leak`,
-`share_prefixes`, `tokens_per_rank` and `trust_remote_code`. The line `attention` names the tested attention: that of `--attn_implementation`, or without
-this flag the one that training would choose. Packs that ranks share (`tokens_per_rank`) are not tested, because ranks
-are needed for it. Exit code 0 if packed training with it is correct, repaired or not; 1 if it is not, or if training
-refuses one of these settings on this model; 2 if the model could not be tested.
+`share_prefixes`, `tokens_per_rank` and `trust_remote_code`. The line `attention` names the tested attention: that of
+`--attn_implementation`, or without this flag the one that training would choose. Packs that ranks share
+(`tokens_per_rank`) are not tested, because ranks are needed for it. Exit code 0 if packed training with it is correct,
+repaired or not; 1 if it is not, or if training refuses one of these settings on this model; 2 if the model could not be
+tested.
 
 The verdict is one of isolated (documents in packs do not influence each other), repaired (they do not, after a repair),
 unpacked (documents train as padded rows), leaks (they influence each other), wrong (a document differs from itself

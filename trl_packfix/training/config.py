@@ -373,8 +373,8 @@ def check_config(args: SFTConfig, *, may_lack_max_length: bool = False) -> None:
 
     Args:
         args: the config.
-        may_lack_max_length: whether `max_length` may be None with `packing`, if the strategy keeps the steps of unpacked
-            training. Its packs are limited by their number of documents.
+        may_lack_max_length: whether `max_length` may be None with `packing`, if the strategy keeps the steps of
+            unpacked training. Its packs are limited by their number of documents.
     """
     if isinstance(args.packing, str):
         raise ValueError(
