@@ -163,7 +163,8 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
     attn_implementation = init_kwargs.get("attn_implementation", configs.model.attn_implementation)
     shares_packs = training.tokens_per_rank is not None
     # Without `trust_remote_code` transformers may ask a question on the terminal.
-    model_settings = {"revision": configs.model.model_revision, "trust_remote_code": training.trust_remote_code}
+    model_settings: dict[str, Any] = {"revision": configs.model.model_revision}
+    model_settings["trust_remote_code"] = training.trust_remote_code
     model_settings |= {k: v for k, v in init_kwargs.items() if k not in ("dtype", "attn_implementation", "device_map")}
     with setting_named(f"check {name}", MODEL_HELP):
         config = AutoConfig.from_pretrained(name, **model_settings)
