@@ -360,7 +360,7 @@ def test_lots_fall_the_same_in_every_run():
     assert torch.equal(*drawn)
 
 
-@pytest.mark.parametrize("longest, problem", [(0, "raises without packing, too"), (13, "refuses a pack")])
+@pytest.mark.parametrize("longest, problem", [(0, "fails without packing, too"), (13, "refuses a pack")])
 def test_what_a_row_raises_is_no_fault_of_packs(longest, problem):
     model = build_tiny_model()
 
@@ -372,6 +372,16 @@ def test_what_a_row_raises_is_no_fault_of_packs(longest, problem):
     report = check_isolation(model)
     assert report.summary() == f"the model {problem}: no pinned memory"
     assert report.runs_unpacked is bool(longest)
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_weights_that_are_no_numbers_are_no_fault_of_packs(value):
+    model = build_tiny_model()
+    model.model.layers[0].mlp.up_proj.weight.data[5, 3] = value
+    report = check_isolation(model)
+    assert report.summary().startswith("the model fails without packing, too: its hidden states are NaN or infinite")
+    with pytest.raises(PackingLeakError, match="So packs are not the cause"):
+        report.raise_if_leaking()
 
 
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):

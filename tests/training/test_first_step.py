@@ -1,6 +1,7 @@
 """The first step is compared with unpacked training, and what is wrong with it is refused and named."""
 
 from contextlib import contextmanager, nullcontext
+from math import isnan, nan
 from unittest import mock
 
 import numpy as np
@@ -13,9 +14,10 @@ from support.faults import changed
 from support.features import needs
 from support.models import build_tiny_model, build_tokenizer
 from support.paths import ROOT
-from support.runs import build_trainer
+from support.runs import build_trainer, log_of_steps
 from support.versions import current_models
 from sweep import page, zoo
+from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError
 from trl_packfix.attention import varlen
@@ -83,6 +85,13 @@ def compare(trainer, fault=nullcontext):
             assert comparisons
             assert comparisons[0].problem in str(error)
     return comparisons[0]
+
+
+def test_a_loss_that_is_no_number_without_packing_is_no_fault_of_packs(tmp_path):
+    model = build_tiny_model(vocab_size=64)
+    model.lm_head.weight.data[5, 3] = nan
+    with pytest.raises(ValueError, match=r"without packing, and their loss is nan\. So packs are not the cause"):
+        make(tmp_path, model).train()
 
 
 PLAIN = {"gradient_checkpointing": False}
@@ -309,6 +318,23 @@ def test_longer_documents_that_leak_are_refused(tmp_path):
         pytest.raises(PackingLeakError, match=r"A document of 190 tokens .* of up to 32 tokens they did not"),
     ):
         trainer.train()
+
+
+def test_a_run_whose_loss_became_nan_is_not_called_a_leak(tmp_path):
+    """Its weights are NaN when the first document comes that is much longer than those of the first step."""
+
+    class Diverge(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            model.model.layers[0].mlp.up_proj.weight.data.fill_(nan)
+
+    settings = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "packing_strategy": "minibatch"}
+    settings |= {"train_sampling_strategy": "sequential", "max_steps": 2}
+    trainer = make(tmp_path, dataset=rows((20, 90)), callbacks=[Diverge()], **settings)
+    with faulty("compare_longer", nullcontext) as calls:
+        trainer.train()
+    assert trainer.first_step.longest_compared < 45, "the second document is not long enough to be compared"
+    assert len(calls) == 2
+    assert [isnan(entry["loss"]) for entry in log_of_steps(trainer)] == [False, True]
 
 
 def test_padding_is_no_long_document():

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from support.by_hand import token_scores
+from support.models import build_tiny_model
 from support.runs import gradient_of, log_of_steps, run_training, texts
 from sweep import zoo
 from torch.nn import functional as F
@@ -170,3 +171,10 @@ def test_a_head_that_leaves_something_out_is_said(model_type, tmp_path, monkeypa
             model.get_output_embeddings().weight.mul_(1e-3)
     with pytest.warns(UserWarning, match=r"differ from those of the model's own logits by .*Pass `compute_loss_func`"):
         run_training(tmp_path, rows, model=model, max_steps=1)
+
+
+def test_a_head_is_not_said_to_differ_from_logits_that_are_no_numbers(tmp_path, recwarn):
+    model = build_tiny_model()
+    model.lm_head.weight.data[5, 3] = float("nan")
+    run_training(tmp_path, texts(8), model=model, max_steps=1, packing=False)
+    assert not [str(warning.message) for warning in recwarn if "fused LM head. Its" in str(warning.message)]

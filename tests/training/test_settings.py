@@ -205,7 +205,7 @@ def test_offloading_on_a_cpu_is_refused(tmp_path):
     trainer = build_trainer(
         tmp_path, texts(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}, max_steps=1
     )
-    with pytest.raises(PackingLeakError, match=r"without packing, and it raised: pin_memory=True .* not the cause"):
+    with pytest.raises(PackingLeakError, match=r"without packing, and it failed: pin_memory=True .* not the cause"):
         trainer.train()
 
 

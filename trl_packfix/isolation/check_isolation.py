@@ -42,7 +42,7 @@ from ..attention.varlen import ATTENTION_NAME
 from ..feature import PLAIN, Feature
 from .isolation_report import IsolationReport
 from .probe import DOCUMENT_LENGTHS, NUM_EXTRA_TOKENS, Documents, Examples, Probe, RunPair, replace_documents
-from .probed_model import MAX_NOISE, NUM_DRAWS, CannotRun, largest_distance, to_exact
+from .probed_model import MAX_NOISE, NOT_FINITE, NUM_DRAWS, CannotRun, largest_distance, to_exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
@@ -151,7 +151,7 @@ def check_packs(
 
 
 def report_refusal(probe: Probe, error: CannotRun) -> IsolationReport:
-    """Run the model on a row without packing, and return the report on it. It has raised `error` on a pack."""
+    """Return the report on a model that `error` kept a probe from running on a pack. Run a row without packing, too."""
     unpacked_error = probe.error_unpacked()
     return IsolationReport(
         isolated=False,
@@ -197,6 +197,8 @@ class ProbeMeasurement:
         with probe.unpacked(max(map(len, documents))):
             # By the id of the document, because tensors are no keys
             self._states_alone = {id(document): probe.forward_alone(document) for document in documents}
+        if probe.on_any_rank(not all(states.isfinite().all() for states in self._states_alone.values())):
+            raise CannotRun(NOT_FINITE)
         # Relative to infinity every change would be 0.
         finite_states = [states[states.isfinite()].abs() for states in self._packed_states]
         self.scale = max((states.max().item() for states in finite_states if states.numel()), default=1.0)
@@ -259,7 +261,7 @@ def judge_probe(
         The report, and the pair of runs that shows a defect most clearly; None in its place if there is no defect.
 
     Raises:
-        CannotRun: the model raises on a pack.
+        CannotRun: the model raises on a pack, or its states are NaN or infinite without packing, too.
     """
     # 1. Choose the documents.
     shortest = min(DOCUMENT_LENGTHS)

@@ -71,7 +71,8 @@ class IsolationReport:
             The coarsest dtype among the outputs of modules: `"fp32"`, `"bf16"`, ... In half precision the tolerance is
             large, so for changes below it the inputs and outputs of each module are compared, too.
         runs_unpacked (`bool`):
-            `False` if the model also raises on a single document without packing. `error` is then that error.
+            `False` if the model also fails on a single document without packing: it raises, or its states are NaN or
+            infinite. `error` then says what.
         proved_on (`str` or `None`):
             The day on which an earlier start proved the same model; `None` if this start did.
         reach (`int`):
@@ -110,7 +111,7 @@ class IsolationReport:
     def summary(self) -> str:
         """Return the result in one line."""
         if self.error is not None:
-            problem = "refuses a pack" if self.runs_unpacked else "raises without packing, too"
+            problem = "refuses a pack" if self.runs_unpacked else "fails without packing, too"
             return f"the model {problem}: {self.error}"
         # Only the gradients have shown the defect: no document changed beyond rounding, and no module was found.
         if not self.isolated and self.max_gradient and self.max_change <= self.tolerance and not self.leaks:
@@ -183,7 +184,7 @@ class IsolationReport:
             )
         if self.error is not None and not self.runs_unpacked:
             raise PackingLeakError(
-                "A row of one document was given to this model in training mode, without packing, and it raised: "
+                "A row of one document was given to this model in training mode, without packing, and it failed: "
                 f"{self.error.rstrip('.')}. So packs are not the cause, and none can be tested. Change what this error "
                 "names; `packing=False` only leaves out the test."
             )

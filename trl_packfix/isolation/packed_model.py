@@ -207,7 +207,7 @@ class PackedModel:
             self._head_hook = unshard_lm_head(self._inner)
         report = self._judge_packs(wrapped)
         self.isolation = report
-        # If the model also raises on a single document without packing, packs are not the cause.
+        # If the model also fails on a single document without packing, packs are not the cause.
         if report.passed or self.is_unpacked or not report.runs_unpacked:
             return report
         if self.on_leak == "repair" and self._search is None:

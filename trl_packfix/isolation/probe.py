@@ -30,7 +30,7 @@ from ..attention.mixer_support import mixer_support
 from ..data.collator import PackedDataCollator
 from ..data.rank_share import cut_part
 from ..group import ALONE, Group
-from .probed_model import CannotRun, ProbedModel, gather_values, largest_distance
+from .probed_model import NOT_FINITE, CannotRun, ProbedModel, gather_values, largest_distance
 from .randomness import watching_draws
 
 # Tokens of each document of the small pack: 47 in sum, a prime. No hidden size is 47, so the axis of tokens cannot be
@@ -237,9 +237,9 @@ class Probe(ProbedModel):
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
     def error_unpacked(self) -> str | None:
-        """Return the text of the error that the model raises on a document without packing in training mode, or None.
+        """Return what is wrong with the model on a document without packing in training mode, or None.
 
-        The model has the user's attention.
+        That is the error that it raises, or that its states are no numbers. The model has the user's attention.
 
         `forward_alone` would not do, because it runs in eval mode without gradients, and so without checkpointing. Here
         gradients are enabled, except with an engine (DDP, DeepSpeed or FSDP), which would wait for a backward.
@@ -247,10 +247,10 @@ class Probe(ProbedModel):
         ids = self.tokens(DOCUMENT_LENGTHS[0])
         try:
             with self.as_given(len(ids)), torch.set_grad_enabled(not self.has_engine):
-                self.states(self.make_unpacked_batch(ids))
+                states = self.states(self.make_unpacked_batch(ids))
         except (CannotRun, KernelError) as error:
             return str(error)
-        return None
+        return NOT_FINITE if self.on_any_rank(not states.isfinite().all()) else None
 
     def make_unpacked_batch(self, ids: Tensor) -> dict[str, Any]:
         """Return the unpacked batch of a document, (1, n), or of several of equal length, (B, n), padded if needed."""

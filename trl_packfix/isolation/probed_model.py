@@ -46,8 +46,12 @@ ROUNDING_FACTOR = 3  # tolerance in multiples of the largest measured change, be
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
 
+# Why a model cannot be tested whose states are no numbers also without packing. Every gap would be infinite
+NOT_FINITE = "its hidden states are NaN or infinite, so one of its weights is, or numbers overflow in half precision"
+
+
 class CannotRun(Exception):
-    """Error raised if the model raises an error in a run of the probe. That error is its cause."""
+    """Error raised if the model raises an error in a run of the probe, which is its cause, or returns no numbers."""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ the same documents, because they divide one model between them (tensor paralleli
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +141,11 @@ class FirstStep(TrainerPart):
     # The comparison
 
     def compare(self) -> StepComparison:
-        """Train a few documents packed and unpacked, without an optimizer step, and return the difference."""
+        """Train a few documents packed and unpacked, without an optimizer step, and return the difference.
+
+        Raises:
+            ValueError: the unpacked loss is NaN or infinite, so there is nothing to compare with.
+        """
         # First, set up probes and parameters
         self._probe = self._make_probe(self._trainer.model_wrapped)
         model = self._probe.model
@@ -169,6 +173,13 @@ class FirstStep(TrainerPart):
         with self._undisturbed():
             packed = self._probe.run_without_draws(lambda: self._train_packed(packs))
             unpacked = self._train_unpacked(packs)
+            if not isfinite(unpacked.loss):
+                raise ValueError(
+                    "A few documents of the run were trained before the first step without packing, and their loss is "
+                    f"{unpacked.loss}. So packs are not the cause. Check that all weights of the model are finite, "
+                    "that weights of rows (`weight_column`) are far below 1e38, and set `bf16=True` in place of "
+                    "`fp16=True`."
+                )
             gaps = self._measure_gaps(packed, unpacked)
             dtype = self._data.attention_dtype
             # Under FSDP in half precision the logits of the model's own LM head are rounded to half precision, and the
@@ -480,6 +491,8 @@ class FirstStep(TrainerPart):
                     return self._probe.forward_packed(pack)[1]  # the last hidden states of `document`
 
                 unpacked = self._probe.forward_alone(document)
+                if self._probe.on_any_rank(not unpacked.isfinite().all()):
+                    return  # the run has diverged, which its loss says
                 packed = packed_states()
                 gap = relative_distance(packed, unpacked)
                 (limit,) = self._probe.limits_of_rounding(
