@@ -6,6 +6,7 @@ Accumulation is 3, and the last step of the epoch has fewer micro-batches, so a 
 
 import copy
 import inspect
+import re
 from functools import partial
 from math import isfinite
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from support.features import needs
 from support.models import build_tiny_model
+from support.paths import ROOT
 from support.rounding import weight_difference
 from support.runs import (
     build_trainer,
@@ -40,7 +42,7 @@ from support.user_code import (
     with_sum,
     with_teacher,
 )
-from support.versions import trl_trains
+from support.versions import evaluates_own_losses, trl_trains
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError, SFTTrainer, prepare_for_packing
@@ -91,6 +93,19 @@ def test_user_code_that_sums_trains_as_unpacked(name, tmp_path):
     assert difference(packed, unpacked) < 5e-6
     losses = [[entry["loss"] for entry in log_of_steps(trainer)] for trainer in (packed, unpacked)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@evaluates_own_losses
+def test_the_loss_of_the_documentation_trains_and_evaluates(tmp_path):
+    (code,) = re.findall("```python\n(.*?)```", (ROOT / "docs/user_code.md").read_text(), re.DOTALL)
+    exec(code, names := {})
+    settings = {"eval_dataset": documents(), "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    runs = [
+        run_training(tmp_path, documents(), compute_loss_func=loss, **settings) for loss in (names["summed_loss"], None)
+    ]
+    for name in ("loss", "eval_loss"):
+        values = [entry[name] for run in runs for entry in run.state.log_history if name in entry]
+        assert values[0] == pytest.approx(values[1], rel=1e-3), name
 
 
 @pytest.mark.slow
