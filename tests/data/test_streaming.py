@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import re
+import time
 import tracemalloc
 from collections import Counter
 from itertools import chain, count, islice
@@ -87,6 +88,20 @@ def test_workers_share_the_shards_and_duplicate_nothing():
         stream = make_stream(dataset, batch_size=2, max_length=40, num_workers=2)
         assert stream.num_workers == num_workers
         assert sorted(chain.from_iterable(map(numbers, one_pass(stream)))) == list(range(600))
+
+
+def test_ranks_that_share_a_stream_read_it_in_one_order_whichever_worker_is_first():
+    """A slow worker is another one on each of two ranks."""
+    packs = []
+    for rank in range(2):
+        dataset = Dataset.from_dict({"input_ids": [[10 + i] * 2 for i in range(9)]}).to_iterable_dataset(3)
+        slow_row = [[10] * 2, [13] * 2][rank]  # the first row of the shards of one worker
+        dataset = dataset.map(lambda row, slow=slow_row: time.sleep(1 * (row["input_ids"] == slow)) or {})
+        options = {"num_workers": 2, "worker_kwargs": {"in_order": False}, "rank": rank, "world_size": 2}
+        stream = make_stream(dataset, batch_size=1, max_length=2, buffer_size=2, **options)
+        assert stream.ranks_per_share == 2
+        packs.append([numbers(pack) for pack in one_pass(stream)])
+    assert sorted(chain(*chain(*packs))) == list(range(9))
 
 
 def test_what_would_lose_documents_is_refused(caplog):

@@ -1,5 +1,7 @@
 """Evaluation: exact numbers whatever the batches, one result per row, and the decisions that stand on them."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from support.models import build_tiny_model
 from support.runs import build_trainer, run_training, stock, texts
 from support.versions import evaluates_own_losses, trl_trains
 from torch.nn import functional as F
+from torch.utils.data import get_worker_info
 from transformers import EarlyStoppingCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -192,6 +195,30 @@ def test_a_loss_of_a_subclass_is_evaluated_as_in_trl_and_said_so_once(method, tm
     packed = built(packing=True)
     assert packed.evaluate()["eval_loss"] == pytest.approx(expected, rel=0.01)
     assert {"cu_seq_lens_q" in batch for batch in packed.batches} == {True}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_predictions_are_in_the_order_of_the_rows_whichever_worker_is_first(packing, tmp_path, caplog):
+    data = partly_trained(7)
+    settings = {"packing": packing, "eval_packing": False, "per_device_eval_batch_size": 2}
+    expected = build_trainer(tmp_path, texts(), **settings).predict(data)
+    workers = {"dataloader_num_workers": 2, "dataloader_in_order": False}
+    trainer = build_trainer(tmp_path, texts(), **settings, **workers)
+    make_collator = trainer.data.reading.padded_collator
+
+    def slow_in_first_worker(collate):
+        collate = make_collator(collate)
+
+        def collate_late(documents):
+            time.sleep(0.3 * (get_worker_info().id == 0))
+            return collate(documents)
+
+        return collate_late
+
+    trainer.data.reading.padded_collator = slow_in_first_worker
+    for _ in range(2):
+        assert np.array_equal(trainer.predict(data).label_ids, expected.label_ids)
+    assert caplog.text.count("dataloader_in_order=False was given; batches of a table stay in order") == 1
 
 
 # Sets without a trained token: 0.0 would be the best loss of all

@@ -331,6 +331,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             # Without a generator the loader would draw from torch's global generator, and dropout would change.
             generator = torch.Generator().manual_seed(self.num_passes)
             loader_kwargs = {"collate_fn": _return_chunk, "num_workers": self.num_workers} | self.worker_kwargs
+            if self.ranks_reading > 1:  # the ranks that read these parts must get the chunks in the same order
+                loader_kwargs["in_order"] = True
             chunks = DataLoader(reader, batch_size=None, generator=generator, **loader_kwargs)
         for chunk in chunks:
             self._readers[chunk.reader] = chunk.state

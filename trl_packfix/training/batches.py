@@ -8,6 +8,7 @@ together. A *feature* (`feature.py`) is an option with a folder of its own, such
 token rows* if their common beginning is in a pack once.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,8 @@ from ..samples.row import PerTurnCounts
 from . import checks
 from .reading import TextReading
 from .trainer_view import DataRanks, TrainerPart, TrainerView
+
+logger = logging.getLogger(__name__)
 
 
 class BatchMaker(TrainerPart):
@@ -44,6 +47,7 @@ class BatchMaker(TrainerPart):
     ranks: DataRanks
     vocab_size: int | None
     trl_counts_first_labels: bool
+    _has_warned_of_order = False
 
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
@@ -92,6 +96,13 @@ class BatchMaker(TrainerPart):
         """
         is_persistent = self.args.dataloader_persistent_workers
         settings = {"persistent_workers": is_persistent, **self.loader_settings, **self.worker_kwargs}
+        if not settings["in_order"] and settings["num_workers"] and not self._has_warned_of_order:
+            self._has_warned_of_order = True
+            logger.warning(
+                "dataloader_in_order=False was given; batches of a table stay in order, because a restart goes on "
+                "behind the last one, and predictions have the order of the rows."
+            )
+        settings["in_order"] = True
         return document_loader(dataset, sampler, collate, **settings)
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:

@@ -112,6 +112,11 @@ class StreamSource(Source):
                 "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart "
                 "goes on behind the last one."
             )
+        elif not args.dataloader_in_order and stream.num_workers and stream.ranks_per_share > 1 and stream.rank == 0:
+            logger.warning(
+                "dataloader_in_order=False was given; rows of a stream that several ranks share stay in order, because "
+                "these ranks must make the same packs."
+            )
         # Workers take packs before they are trained. The stream remembers its state at this number of packs, so that
         # the state of the last trained pack can be saved
         stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
