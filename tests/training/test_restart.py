@@ -122,6 +122,17 @@ def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(trainer, folder
     assert re.search(message, caplog.text)
 
 
+def test_the_first_step_of_a_new_plan_is_compared_on_its_documents(folder):
+    again = resume(folder, "checkpoint-5", gradient_accumulation_steps=1)
+    source = again.data.source
+    point = source.planner.resume_point
+    assert (point.epoch, point.num_steps) == (0, 5)
+    documents, _ = source.first_documents(8)
+    expected = source.planner.schedule(0).step_documents(5)
+    tokens = again.train_dataset.select(source.documents.row[expected])["input_ids"]
+    assert [document["input_ids"].tolist() for document in documents] == [ids[:64] for ids in tokens[:8]]
+
+
 # What is refused
 
 REVERSED = texts(60).map(lambda row: {"text": row["text"][::-1]})  # of the same lengths

@@ -149,12 +149,16 @@ class TableSource(Source):
         return self.planner.schedule(first_epoch), self.documents.trained
 
     def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
-        """Return documents of the first optimizer step on this rank, and the ranks that share a pack of them."""
+        """Return documents of the first step of the plan on this rank, and the ranks that share a pack of them."""
         if self.planner is None:
             return super().first_documents(num_documents)
         # The sampler yields the packs of this rank: lists of indices of documents, with the group that shares the pack
-        sampler = PackedBatchSampler(self.planner, self._data.ranks.rank)
-        packs = list(islice(sampler, self.args.gradient_accumulation_steps))
+        point = self.planner.resume_point
+        sampler = PackedBatchSampler(self.planner, self._data.ranks.rank, epoch=point.epoch)
+        # The steps that were trained under an earlier plan are empty
+        accumulation = self.args.gradient_accumulation_steps
+        first = point.num_steps * accumulation
+        packs = list(islice(sampler, first, first + accumulation))
         # Groups of one step may have different sizes. The documents are taken from the packs of the largest group
         group = max((pack.group for pack in packs), key=attrgetter("size"))
         packs_of_group = [pack for pack in packs if pack.group == group]
