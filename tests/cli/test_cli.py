@@ -23,6 +23,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main, tokens
+from trl_packfix.cli.sources import load_rows
 from trl_packfix.compat import loads_tokenizer_of_revision
 from trl_packfix.data.collator import MASK_COLUMNS
 
@@ -160,6 +161,7 @@ REFUSED = {  # words -> the message
     "plan rows.jsonl --model model --split test": "`--split test` was given",
     "plan a.txt --split test": "`--split test` was given",
     "plan saved --split test": "`--split test` was given",
+    "plan none --model model": "`none` was given as a dataset. It has no rows",
     "plan splits --model model --split test": "with `--split test`. It has only the splits ['train']",
     "plan saved labelled": "one with the columns ['input_ids'] and another with ['input_ids', 'labels']",
     "plan": "without DATA and without `--memory`",
@@ -195,8 +197,18 @@ def refused(workplace):
     tables["labelled"] = tables["saved"] | {"labels": [[-100, 2, 3]]}
     for name, columns in tables.items():
         Dataset.from_dict(columns).save_to_disk(workplace / name)
+    Dataset.from_dict({"text": ["a"]}).select([]).save_to_disk(workplace / "none")
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(workplace / "splits")
     return workplace
+
+
+@pytest.mark.parametrize("format_type", ["numpy", "arrow"])
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_folder_of_any_format_is_prepared(splits, format_type, workplace, tmp_path, printed):
+    rows = load_rows(str(workplace / "rows.jsonl")).select(range(4)).with_format(format_type)
+    (DatasetDict(train=rows) if splits else rows).save_to_disk(tmp_path / "formatted")
+    words = ["prepare", tmp_path / "formatted", "--model", workplace / "model", "--output", tmp_path / "new"]
+    assert printed(*words)["rows"] == 4
 
 
 @pytest.mark.parametrize("of_run, revision", [([], "v2"), (["--model-init-kwargs", '{"revision": "v3"}'], "v3")])

@@ -74,7 +74,13 @@ def load_local(name: str, streaming: bool = False) -> Any:
     """
     path = Path(name)
     if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
-        return load_from_disk(name)
+        try:
+            return load_from_disk(name).with_format(None)  # rows of Python objects, whatever `set_format` has set
+        except IndexError as error:  # a table without rows has no files of rows
+            raise ValueError(
+                f"`{name}` was given as a dataset. It has no rows, or one of its splits has none, and so it cannot be "
+                "read. Write it again with rows, and without empty splits."
+            ) from error
     if not path.is_file():
         return None
     if path.suffix not in FORMATS:
