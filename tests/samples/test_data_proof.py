@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trl
-from datasets import Dataset, Features, IterableDataset, Json, List, Value
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, List, Value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -558,6 +558,24 @@ def test_check_data_reads_a_table_without_rows():
     report = check_data(rows, tokenizer_with("qwen3"))
     assert report.num_rows == 0
     assert report.findings == ()
+
+
+@pytest.mark.parametrize("format_type", ["numpy", "torch"])
+def test_check_data_reads_a_stream_of_any_format(format_type):
+    stream = Dataset.from_list([CASES["early thought"].row] * 3).to_iterable_dataset()
+    tokenizer = tokenizer_with("qwen3")
+    expected = check_data(stream, tokenizer)
+    assert expected.num_kinds > 0
+    assert check_data(stream.with_format(format_type), tokenizer) == expected
+
+
+def test_check_data_refuses_what_is_no_dataset():
+    rows = [CASES["early thought"].row]
+    splits = DatasetDict(train=Dataset.from_list(rows))
+    with pytest.raises(ValueError, match=r"given a `DatasetDict` with \['train'\].*one of several splits"):
+        check_data(splits, tokenizer_with("qwen3"))
+    with pytest.raises(ValueError, match=r"given a `list`\. .*Give a `Dataset`"):
+        check_data(rows, tokenizer_with("qwen3"))
 
 
 def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):

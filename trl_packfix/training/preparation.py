@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, ProcessorMixin
 
 from ..data.dataset_checks import check_tokenised
-from ..samples.checks import columns_of
+from ..samples.checks import columns_of, without_format
 from ..samples.data_proof import prove_data
 from ..samples.data_report import DataReport
 from ..samples.image_support import image_support
@@ -92,6 +92,13 @@ def check_data(
     >>> check_data(Dataset.from_list(rows), tokenizer).complete  # doctest: +SKIP
     True
     """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        splits = f" with {[*dataset]}" if isinstance(dataset, dict) else ""
+        raise ValueError(
+            f"`check_data` was given a `{type(dataset).__name__}`{splits}. It reads the columns and types of one "
+            "dataset. Give a `Dataset` or an `IterableDataset`, such as one of several splits."
+        )
+    dataset = without_format(dataset)  # rows of Python objects, whatever `set_format` has set
     if "input_ids" in columns_of(dataset):
         raise ValueError(
             f"`check_data` was given a dataset with the columns {columns_of(dataset)}: it is tokenised. What its rows "
