@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, load_from_disk
 from support.models import build_tiny_model, build_tokenizer
 from support.paths import ROOT
 from trl import DatasetMixtureConfig, ModelConfig, get_dataset
@@ -379,6 +379,20 @@ def test_one_dataset_is_the_table_that_plan_reads(workplace, monkeypatch):
     for name in ("one.jsonl", "three"):
         (table,) = load_documents(TrainArguments(dataset_name=name)).values()
         assert table._fingerprint == load_rows(name)._fingerprint
+    assert table._fingerprint == load_from_disk("three")._fingerprint, "as in a script"
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_saved_folder_is_streamed(splits, workplace, tmp_path, monkeypatch):
+    monkeypatch.chdir(workplace)
+    table = load_from_disk("three")
+    (DatasetDict(train=table) if splits else table).save_to_disk(tmp_path / "saved")
+    names = [str(tmp_path / "saved"), "one.jsonl"]
+    stream = load_documents(TrainArguments(dataset_name=names, dataset_streaming=True))["train"]
+    assert isinstance(stream, IterableDataset)
+    assert [row["text"] for row in stream] == [*table["text"], *load_rows("one.jsonl")["text"]]
+    alone = load_documents(TrainArguments(dataset_name=names[:1], dataset_streaming=True))["train"]
+    assert isinstance(alone, IterableDataset)
 
 
 def test_several_files_are_joined_and_a_run_continues_from_the_newest_checkpoint(workplace, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
 # A file of rows, by suffix, and its name for `load_dataset`. A .json or .csv file may hold lengths instead
@@ -74,13 +74,7 @@ def load_local(name: str, streaming: bool = False) -> Any:
     """
     path = Path(name)
     if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
-        try:
-            return load_from_disk(name).with_format(None)  # rows of Python objects, whatever `set_format` has set
-        except IndexError as error:  # a table without rows has no files of rows
-            raise ValueError(
-                f"`{name}` was given as a dataset. It has no rows, or one of its splits has none, and so it cannot be "
-                "read. Write it again with rows, and without empty splits."
-            ) from error
+        return _load_folder(name, streaming)
     if not path.is_file():
         return None
     if path.suffix not in FORMATS:
@@ -100,6 +94,27 @@ def load_local(name: str, streaming: bool = False) -> Any:
             f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
             "it, or write it again; often writing it was interrupted."
         ) from error
+
+
+def _load_folder(name: str, streaming: bool) -> Any:
+    """Return the table or the splits of a folder written by `save_to_disk`, as streams if `streaming` is set."""
+    try:
+        dataset = load_from_disk(name)
+    except IndexError as error:  # a table without rows has no files of rows
+        raise ValueError(
+            f"`{name}` was given as a dataset. It has no rows, or one of its splits has none, and so it cannot be "
+            "read. Write it again with rows, and without empty splits."
+        ) from error
+
+    def as_given(table: Dataset) -> Dataset | IterableDataset:
+        # Rows of Python objects, whatever `set_format` has set. Without a format the table keeps its fingerprint
+        rows = table if table.format["type"] is None else table.with_format(None)
+        return rows.to_iterable_dataset() if streaming else rows
+
+    if isinstance(dataset, Dataset):
+        return as_given(dataset)
+    splits = {split: as_given(table) for split, table in dataset.items()}
+    return IterableDatasetDict(splits) if streaming else DatasetDict(splits)
 
 
 def check_header(name: str, columns: Sequence[str]) -> None:
