@@ -111,6 +111,34 @@ def test_other_datasets_stay_as_they_are(files):
         assert with_named_images(dataset, "train") is dataset
 
 
+BROKEN = {
+    "data that is cut off": [user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBOR"}}])],
+    "data that is no base64": [user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,é"}}])],
+    "no message": [user([{"type": "image", "image": "a.png"}]), None],
+}
+
+
+@current_models
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_row_is_a_bad_row(name, files, tmp_path):
+    table = [row["messages"] for row in rows(files, FORMS["path"])]
+    table[2] = BROKEN[name]
+    dataset = Dataset.from_dict({"messages": table}, features=Features({"messages": List(Json())}))
+    with pytest.raises(ValueError, match="(?s)1 of 6 rows of the train dataset.*Row 2:"):
+        vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400)
+    trainer = vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400, bad_rows="drop")
+    trainer.get_train_dataloader()
+    assert trainer.packing_report.ledger.dropped["bad_row"].documents == 1
+
+
+def test_an_address_without_a_value_names_no_image(files):
+    table = rows(files, FORMS["url"])
+    table[1] = {"messages": [user([{"type": "text", "text": "what?", "image_url": {"url": None}}])]}
+    moved = with_named_images(Dataset.from_list(table), "train")
+    assert moved[1]["images"] == []
+    assert moved[1]["messages"][0]["content"] == [{"type": "text", "text": "what?"}]
+
+
 def test_an_address_of_the_web_is_refused(files):
     table = Dataset.from_list(rows(["https://example.org/a.png"], FORMS["url"]))
     with pytest.raises(ValueError, match="Row 0 of the train dataset names the image `https://example.org/a.png`"):

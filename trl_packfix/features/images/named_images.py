@@ -126,9 +126,17 @@ def _move_images(
     images: list[Any] = []
 
     def move_image(part: Any) -> Any:
-        key = next((key for key in KEYS if isinstance(part, dict) and part.get(key) is not None), None)
+        if not isinstance(part, dict):
+            return part
+        # A dictionary of nulls, such as {"url": None}, names no image
+        part = {
+            key: value
+            for key, value in part.items()
+            if value is not None and not (key in KEYS and isinstance(value, dict) and not any(value.values()))
+        }
+        key = next((key for key in KEYS if key in part), None)
         if key is None:
-            return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+            return part
         images.append(_to_stored_image(part[key], f"Row {number} of the {name} dataset"))
         return {"type": "image"}
 
@@ -142,7 +150,7 @@ def _move_images(
     # image of the row, beside the placeholders that are there
     if images:
         for message in (message for messages in changed.values() for message in messages):
-            if isinstance(message.get("content"), str):
+            if isinstance(message, dict) and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
     return {**{column: row[column] for column in structs if column in row}, **changed, "images": images}
 
@@ -159,5 +167,9 @@ def _to_stored_image(value: Any, where: str) -> Any:
             "Download them, and name their files, or give their bytes in a column `images`."
         )
     if value.startswith("data:"):
-        return {"path": None, "bytes": base64.b64decode(value.partition(",")[2])}
+        text = value.partition(",")[2]
+        try:
+            return {"path": None, "bytes": base64.b64decode(text)}
+        except ValueError:  # cut off, for example: bytes that are no image make it a bad row, as a broken file does
+            return {"path": None, "bytes": text.encode()}
     return {"path": value.removeprefix("file://"), "bytes": None}
