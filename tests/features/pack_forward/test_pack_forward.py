@@ -649,6 +649,21 @@ def test_it_is_said_if_no_row_is_packed():
     assert sum("packed no rows" in str(warning.message) for warning in warnings_caught) == 1
 
 
+def test_rows_with_positions_are_not_said_to_lack_a_mask():
+    trainer = build_trainer("trainer", max_steps=2)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: (
+        (batch := collate(rows)) | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+    )
+    pack_forward(trainer)
+    with warnings.catch_warnings(record=True) as warnings_caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    texts = [str(warning.message) for warning in warnings_caught]
+    assert sum("got position_ids, one value per token" in text for text in texts) == 1
+    assert not [text for text in texts if "packed no rows" in text]
+
+
 def test_the_log_counts_tokens_and_trackers_get_it():
     class Tracker(TrainerCallback):
         logs: list = []

@@ -218,6 +218,11 @@ class PackedRows(AroundCalls):
         """Whether rows are packed."""
         return self.is_proved and self.refusal is None and not self._is_paused
 
+    @property
+    def has_named_inputs(self) -> bool:
+        """Whether a warning has named inputs that keep rows padded."""
+        return bool(self._warned_inputs)
+
     def prove(self, wrapped: nn.Module) -> None:
         """Prove that packs, and packs that share beginnings, give the same results as documents alone.
 

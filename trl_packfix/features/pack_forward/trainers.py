@@ -294,14 +294,17 @@ class _LogAndProve(TrainerCallback):
         tokens = self.packing.tokens
         tokens_before = self.logged
         has_active_hooks = any(rows.is_active for rows in self.packing.rows.values())
-        is_unused = tokens.padded == 0 and state.global_step > 0 and has_active_hooks
+        # A warning has named inputs that keep rows padded, if there are some
+        has_named_inputs = any(rows.has_named_inputs for rows in self.packing.rows.values())
+        is_unused = tokens.padded == 0 and state.global_step > 0 and has_active_hooks and not has_named_inputs
         if is_unused and not self.warned_that_unused:
             self.warned_that_unused = True
             warnings.warn(
                 f"`pack_forward` packed no rows in the first {state.global_step} steps of "
-                f"{type(self.trainer).__name__}: its models got no padded rows with an `attention_mask`, or "
-                "`torch.compile` had compiled a model of this class before the hooks were there. Give the mask, or "
-                "call `torch.compiler.reset()` before `pack_forward`.",
+                f"{type(self.trainer).__name__}: its models got no padded rows with an `attention_mask`, "
+                "their configs set `output_hidden_states` or `output_attentions`, or `torch.compile` had compiled a "
+                "model of this class before the hooks were there. Give the mask, set both to False, or call "
+                "`torch.compiler.reset()` before `pack_forward`.",
                 stacklevel=2,
             )
         if tokens.padded == tokens_before.padded:
