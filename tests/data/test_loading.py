@@ -128,6 +128,11 @@ def test_prepare_for_packing_refuses_or_says_what_it_repaired():
     assert prepare_for_packing(model, on_leak="unpack").reason.startswith("UNPACKED, ")
 
 
+def test_prepare_for_packing_refuses_an_unknown_choice():
+    with pytest.raises(ValueError, match="`on_leak='error'`.*no such choice.*'raise'"):
+        prepare_for_packing(build_tiny_model("bloom"), on_leak="error")
+
+
 def test_prepare_for_packing_leaves_nothing_after_an_interruption():
     def interrupt(*_):
         handle.remove()

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -95,6 +95,9 @@ class PackedModel:
         shares_packs: bool = False,
         feature: Feature = PLAIN,
     ):
+        if on_leak not in get_args(OnLeak):
+            known = ", ".join(map(repr, get_args(OnLeak)))
+            raise ValueError(f"`on_leak={on_leak!r}` was given. There is no such choice. Set one of {known}.")
         self.model = model
         self.dtype = dtype
         self.device_type = device_type

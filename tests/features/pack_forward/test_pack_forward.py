@@ -560,6 +560,19 @@ def test_models_that_all_stay_padded_have_computed_no_tokens():
     assert RowPacking({}, build_tiny_model("llama")).tokens == packed_rows.PackedTokenCounts()
 
 
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ({"on_leak": "error"}, "`on_leak='error'`.*no such choice.*'raise'"),
+        ({"share_prefixes": "off"}, "`share_prefixes='off'`.*shares prefixes or not.*Set True or False"),
+    ],
+    ids=["on_leak", "share_prefixes"],
+)
+def test_arguments_with_other_values_are_refused(argument, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        pack_forward(build_tiny_model("llama"), **argument)
+
+
 def test_a_model_is_packed_once():
     model = build_tiny_model("llama")
     record = pack_forward(model)

@@ -184,6 +184,11 @@ def pack_forward(
     Forwards on packed rows: padded 8, real 6, computed 6 (75% of padded)
     model: packed with packfix_varlen, common beginnings once
     """
+    if not isinstance(share_prefixes, bool | np.bool_):
+        raise ValueError(
+            f"`share_prefixes={share_prefixes!r}` was given to `pack_forward`, which shares prefixes or not, as "
+            "they are in a batch. The choices of `SFTConfig` are for planned packs. Set True or False."
+        )
     add_hooks = partial(
         PackedRows, on_leak=on_leak, shares=share_prefixes, enforce_flash_attention=enforce_flash_attention
     )
