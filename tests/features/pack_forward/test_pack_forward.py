@@ -613,6 +613,17 @@ def test_what_was_removed_is_described_so():
     assert "model: as without `pack_forward`, which was removed" in record.summary()
 
 
+def test_attention_that_the_user_has_set_comes_back():
+    model = build_tiny_model("llama")
+    record = pack_forward(model)
+    model.set_attn_implementation("eager")
+    model(**rows_that_share(), use_cache=False).logits.sum().backward()
+    assert record.tokens.padded > 0
+    assert model.config._attn_implementation == "eager"
+    record.remove()
+    assert model.config._attn_implementation == "eager"
+
+
 def test_half_precision_is_packed(precision_of_its_own):
     """Under autocast the proof measures the rounding; losses are those of the stock trainer up to it."""
     losses = []

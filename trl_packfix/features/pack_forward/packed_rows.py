@@ -26,7 +26,7 @@ its backward, because a checkpointed layer looks its attention up again when it 
 import inspect
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -366,8 +366,11 @@ class PackedRows(AroundCalls):
     def _switch_attention(self, in_pack: bool) -> None:
         """Set the attention of packs, or the model's own attention."""
         attention = self.packed_model.attention
+        current = own_attention(self.model)
+        if current not in (attention.name, attention.previous):  # the user has set another one, which comes back
+            attention = self.packed_model.attention = replace(attention, previous=current)
         name = attention.name if in_pack else attention.previous
-        if own_attention(self.model) != name:
+        if current != name:
             set_attention(self.model, name)
 
     def _attend_in_backward(self, gradient: Tensor) -> None:
