@@ -560,6 +560,13 @@ def test_models_that_all_stay_padded_have_computed_no_tokens():
     assert RowPacking({}, build_tiny_model("llama")).tokens == packed_rows.PackedTokenCounts()
 
 
+def test_a_model_that_cannot_share_is_advised_in_arguments_of_pack_forward():
+    with pytest.warns(UserWarning, match="must be whole. Set `share_prefixes=False` to omit this test") as caught:
+        record = pack_forward(build_tiny_model("mamba"))
+    assert not [warning for warning in caught if "off" in str(warning.message)]
+    assert record.summary().endswith("Its documents must be whole")
+
+
 @pytest.mark.parametrize(
     "argument, message",
     [

@@ -284,6 +284,8 @@ class PackedRows(AroundCalls):
     def _share_nothing(self, reason: str) -> None:
         """Pack each row whole from now on, with a warning."""
         self.collate = PackedDataCollator()
+        # The remedy of an error on packs of `SFTConfig` is the one below here
+        reason = reason.removesuffix(f" Set {self.packed_model.feature.off_text}.").removesuffix(".")
         self.sharing_refusal = reason
         warnings.warn(
             f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "
