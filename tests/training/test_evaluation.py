@@ -259,6 +259,26 @@ def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(pa
     assert "test_loss" not in predicted.metrics
 
 
+# `predict` logs nothing, so what it has computed must not be in the next log
+
+
+def test_a_prediction_adds_nothing_to_the_router_loss_of_the_next_evaluation(tmp_path):
+    settings = {"router_aux_loss_coef": 0.1, "prediction_loss_only": True, "eval_dataset": partly_trained(3)}
+    trainer = build_trainer(tmp_path, texts(), "mixtral", **settings)
+    expected = trainer.evaluate()["eval_aux_loss"]
+    trainer.predict(partly_trained())
+    assert trainer.evaluate()["eval_aux_loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_prediction_is_not_in_the_first_log_of_a_training(tmp_path):
+    trainer = build_trainer(tmp_path, texts(), max_steps=1)
+    trainer.predict(partly_trained())
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert "isolation/max_change" in first
+    assert not [name for name in first if name.startswith("eval")]
+
+
 # Decisions that stand on evaluation
 
 

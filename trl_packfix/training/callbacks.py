@@ -84,6 +84,7 @@ class BeforeTraining(TrainerCallback):
         """Check the fused LM head and the evaluation sets, and print which tokens are trained."""
         trainer = self._trainer
         args = self._trainer.args
+        self._evaluation.forget_unlogged()  # the report is logged next
         if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
             # The loss will be computed by a fused LM head, and not by a function of the user. `check_fused_head` warns
             # if its logits differ from those of the model's own LM head. If they do, `first_step.py` does not compare

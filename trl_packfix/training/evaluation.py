@@ -288,6 +288,7 @@ class Evaluation(TrainerPart):
             source_names = dataset.values.names
             if loss_only and not self._trainer.user_code.replaced_methods("prediction_step"):
                 self._check_trained(dataset.documents, prefix)
+        self.forget_unlogged()
         self._objective.gather_totals()  # `num_tokens` of the training set is logged with the metrics
         self._totals = EvaluationTotals(self._trainer.accelerator.device, source_names)
         if self._loss_of_user is not None and not self._has_warned_of_user_loss:
@@ -319,6 +320,14 @@ class Evaluation(TrainerPart):
         elif self.replaces_trl_metrics:
             output.metrics.pop(f"{prefix}_loss", None)  # without a trained token there is no loss; the loop reports 0.0
         return output
+
+    def forget_unlogged(self) -> None:
+        """Forget metrics that were not logged: of `predict`, and of an evaluation that was interrupted.
+
+        TRL's `log` would add them to the next log.
+        """
+        for name in ("aux_loss", "entropy", "mean_token_accuracy", "num_tokens"):
+            self._trainer._metrics["eval"].pop(name, None)
 
     @contextmanager
     def _packs_accepted(self, sampler: object) -> Iterator[None]:
