@@ -5,6 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.models import build_tiny_model
+from support.runs import build_trainer, texts
 from torch.utils.flop_counter import FlopCounterMode
 
 from trl_packfix.data.model_costs import make_cost_model
@@ -39,6 +40,17 @@ def test_backward_costs_what_torch_counts(lora):
     assert bool(expected < 2.02 * costs.per_token) is lora
     # with LoRA on values only, queries and keys of the first layer need no gradient either
     assert pairs == pytest.approx(3 * costs.per_pair, rel=0.15 if lora else 1e-9)
+
+
+def test_the_next_training_counts_the_weights_that_it_trains(tmp_path):
+    trainer = build_trainer(tmp_path, texts(), max_steps=1)
+    trainer.train()
+    assert trainer.training_objective.trained_share == 1
+    for parameter in trainer.model.model.layers.parameters():
+        parameter.requires_grad = False
+    trainer.optimizer = None  # it has all weights
+    trainer.train()
+    assert trainer.training_objective.trained_share == trained_share(trainer.model) < 1
 
 
 def test_tensors_cost_what_arrays_do():

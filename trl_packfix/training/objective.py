@@ -131,6 +131,7 @@ class Objective(TrainerPart):
         self.totals.set_sources(training_set.row_values.names, training_set.numbered_sources)
         self.num_steps_to_compare = training_set.num_compared_steps if self._data.ranks.may_share_packs else 0
         self.summed_by_ranks = parameters_summed_by_ranks(self.base_model)
+        vars(self).pop("trained_share", None)  # other weights may be trained than in the training before
 
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
         """Move the weights and sources of documents from a batch to `row_values`.
