@@ -11,9 +11,13 @@ from trl_packfix.training.memory import MeasuredMemory
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def line_of_run(folder, monkeypatch, measured, **settings):
-    """Return the line of the report of a run whose GPU has the counts `measured`, and the run."""
-    monkeypatch.setattr(memory, "read_memory", lambda device: measured)
+NOTHING = MeasuredMemory(0, 0, 80 * GIB)
+
+
+def line_of_run(folder, monkeypatch, measured, before=NOTHING, **settings):
+    """Return the line of the report of a run whose GPU has the counts `measured` after its steps, and the run."""
+    counts = iter([before, measured])
+    monkeypatch.setattr(memory, "read_memory", lambda device: next(counts))
     settings = {"gradient_checkpointing": True, "max_steps": 2} | settings
     trainer = run_training(folder, texts(), peft_config=LORA, **settings)
     return trainer.packing_report.memory, trainer
@@ -46,6 +50,13 @@ def test_nothing_is_said_without_checkpointing(tmp_path, monkeypatch):
     measured = MeasuredMemory(30 * GIB, 31 * GIB, 80 * GIB)
     line, _ = line_of_run(tmp_path, monkeypatch, measured, gradient_checkpointing=False)
     assert line == "peak of the first 2 steps 30.0 GiB in tensors, 31.0 reserved, of 80"
+
+
+def test_the_peak_of_an_earlier_training_is_not_that_of_these_steps(tmp_path, monkeypatch):
+    """The counts of the GPU are those of the process."""
+    peak = MeasuredMemory(30 * GIB, 31 * GIB, 80 * GIB)
+    line, _ = line_of_run(tmp_path, monkeypatch, peak, before=peak, gradient_checkpointing=False)
+    assert line == "the first 2 steps take no more than was taken before: 30.0 GiB in tensors, 31.0 reserved, of 80"
 
 
 def test_a_cpu_has_no_such_line(tmp_path):

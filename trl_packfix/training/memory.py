@@ -48,24 +48,31 @@ class MeasureMemory(TrainerCallback):
         self._trainer = trainer
         self._data = data
         self._last_step = 0  # the number of the optimizer step after which memory is read
+        self._taken_before: MeasuredMemory | None = None  # when training started, by all that this process has done
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *call: object, **kwargs: object) -> None:
-        """Note after which step memory is read."""
+        """Note after which step memory is read, and what was taken before."""
         self._last_step = state.global_step + MEASURED_STEPS
+        self._taken_before = read_memory(self._trainer.accelerator.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *call: object, **kwargs: object) -> None:
         """Read the memory of all ranks after the last measured step, and print its line of the report."""
         trainer = self._trainer
         if state.global_step != self._last_step:
             return
-        memory_of_ranks = gather_values(read_memory(trainer.accelerator.device))
-        measured = [memory for memory in memory_of_ranks if memory is not None]
+        memory_of_ranks = gather_values((read_memory(trainer.accelerator.device), self._taken_before))
+        measured = [(memory, before) for memory, before in memory_of_ranks if memory is not None]
         if not measured or not trainer.is_world_process_zero():
             return
-        fullest = max(measured, key=lambda memory: memory.allocated)
-        text = (
-            f"peak of the first {MEASURED_STEPS} steps {fullest.allocated / GIB:.1f} GiB in tensors, "
-            f"{fullest.reserved / GIB:.1f} reserved, of {fullest.total / GIB:.0f}"
+        fullest, before = max(measured, key=lambda pair: pair[0].allocated)
+        # The peak may be that of an earlier training in this process, or of loading the model
+        is_of_steps = before is None or fullest.allocated > before.allocated
+        text = f"peak of the first {MEASURED_STEPS} steps "
+        if not is_of_steps:
+            text = f"the first {MEASURED_STEPS} steps take no more than was taken before: "
+        text += (
+            f"{fullest.allocated / GIB:.1f} GiB in tensors, {fullest.reserved / GIB:.1f} reserved, "
+            f"of {fullest.total / GIB:.0f}"
         )
         saved = self._predict_saving() if trainer.args.gradient_checkpointing else None
         if saved is not None:  # the text is "" if the sum does not fit
