@@ -373,6 +373,21 @@ def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
     assert isfinite(trainer.train().training_loss)
 
 
+@pytest.mark.parametrize("part", ["", "model.layers.0"], ids=["whole", "layer"])
+def test_a_loss_may_set_the_model_to_evaluation_mode_and_back(part, tmp_path):
+    modes = []
+
+    class ReadsInEvaluationMode(SFTTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            model.get_submodule(part).eval()
+            model.train()
+            modes.append(all(module.training for module in model.modules()))
+            return super().compute_loss(model, *args, **kwargs)
+
+    run_training(tmp_path, documents(), trainer_class=ReadsInEvaluationMode, max_steps=2)
+    assert modes == [True, True]
+
+
 def test_the_mode_of_a_deep_copy_that_is_made_in_a_step_is_its_own(tmp_path):
     copies = []
 
