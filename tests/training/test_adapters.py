@@ -12,6 +12,7 @@ from support.rounding import weight_difference
 from support.runs import build_trainer, plain_sgd, run_training, texts, weights, weights_of
 from transformers import TrainerCallback
 
+from trl_packfix import SFTTrainer
 from trl_packfix.attention.packed_forward import running_forward
 from trl_packfix.training.lora_inputs import LoraInputs
 
@@ -64,8 +65,22 @@ def test_adapters_that_run_without_a_way_to_the_loss_are_refused(tmp_path):
     for layer in model.model.layers:
         layer.mlp = Detached(layer.mlp)
     trainer = build_trainer(tmp_path, texts(), model, peft_config=LORA, packing=False, max_steps=1)
-    with pytest.raises(ValueError, match=r"No adapter of .*`.*\.mlp\.down_proj` \(and of 1 other\) got a gradient"):
+    for _ in range(2):  # also if the user calls it again
+        with pytest.raises(ValueError, match=r"No adapter of .*`.*\.mlp\.down_proj` \(and of 1 other\) got a gradient"):
+            trainer.train()
+
+
+class FailsInFirstStep(SFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        raise MemoryError
+
+
+def test_a_first_step_that_fails_leaves_no_hooks(tmp_path):
+    trainer = build_trainer(tmp_path, texts(), trainer_class=FailsInFirstStep, peft_config=LORA, max_steps=1)
+    with pytest.raises(MemoryError):
         trainer.train()
+    hooks = [hook for m in trainer.model.modules() for hook in m._forward_hooks.values()]
+    assert not any("CheckAdapterGradients" in repr(hook) for hook in hooks)
 
 
 @pytest.mark.parametrize("packing", [True, False])

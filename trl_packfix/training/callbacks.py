@@ -324,11 +324,9 @@ class CheckAdapterGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, *arguments: object, **kwargs: object) -> None:
         """Remove the hooks, and raise ValueError if adapters that should have a gradient have none."""
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
         adapters = self._adapters or {}
         self._adapters = {}
-        self._handles = []
         # First, find out for each adapter with trained parameters whether it has a gradient. A gradient of zero counts
         # only if the adapter ran
         has_gradient: dict[str, bool] = {}
@@ -353,6 +351,21 @@ class CheckAdapterGradients(TrainerCallback):
                 "a fused kernel reads the weights under its adapters and does not call them. Remove "
                 f"`{name.rpartition('.')[2]}` from `target_modules`{alternative}."
             )
+
+    def _remove_hooks(self) -> None:
+        """Remove the hooks, if they are on the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def undo(self) -> None:
+        """Remove the hooks of a first step that failed; the next training checks the adapters, too.
+
+        The trainer calls it at the end, also of a run that fails.
+        """
+        self._remove_hooks()
+        self._adapters = None
+        self._ran = set()
 
 
 def _trained_parameters(adapter: BaseTunerLayer) -> list[nn.Parameter]:

@@ -240,7 +240,8 @@ class SFTTrainer(trl.SFTTrainer):
 
         # 5. Callbacks run the proofs before training and before the first optimizer step.
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
-        self.add_callback(CheckAdapterGradients())
+        self._adapter_check = CheckAdapterGradients()
+        self.add_callback(self._adapter_check)
         if args.packing:
             # `source` is the training set, a table or a stream. A stream has a callback of its own
             for callback in data.source.callbacks():
@@ -371,6 +372,7 @@ class SFTTrainer(trl.SFTTrainer):
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
         finally:
             # Not in a callback, because transformers calls none for a run that fails
+            self._adapter_check.undo()
             if self.args.packing:
                 self.packed_model.restore_own_attention()
                 self._compile_layers.undo()
