@@ -79,7 +79,7 @@ class DocumentNoise(ModelHooks):
 
     def _add_noise(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Return embeddings, (B, T, d), with the noise of their documents."""
-        running = self._running[-1] if self._running else None
+        running: _RunningDocuments | None = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output
         lengths = running.lengths
