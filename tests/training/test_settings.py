@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.paths import ROOT
 from support.rounding import weight_difference
-from support.runs import build_trainer, config, run_training, start_weights, texts, weights
+from support.runs import ANSWER, PROMPT, build_trainer, config, run_training, start_weights, texts, weights
 from support.versions import scores_tokens, selects_checkpoints
 from transformers import BitsAndBytesConfig, TrainingArguments, logging
 from trl import ModelConfig
@@ -197,6 +198,53 @@ def test_speeds_of_numpy_are_taken(tmp_path):
     assert args.tokens_per_rank == 64
     types = {name: type(value) for name, value in args.exchange_speeds.items()}
     assert types == {"flops": float, "ranks_per_node": int}
+
+
+WITHOUT_EFFECT = {
+    "completions": (
+        {"completion_only_loss": True},
+        Dataset.from_dict({"messages": [PROMPT + ANSWER] * 3}),
+        r"`completion_only_loss=True` was given, and the train dataset has the columns \['messages'\]",
+        "every token, because no row has a `prompt` and a `completion`; `assistant_only_loss=True` trains",
+    ),
+    "smoothing": (
+        {"loss_type": "dft", "label_smoothing_factor": 0.1},
+        texts(3),
+        "`label_smoothing_factor=0.1` was given with `loss_type='dft'`",
+        "every token",
+    ),
+    "mask": (
+        {},
+        Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3, "completion_mask": [[0, 0, 1]] * 3}),
+        "The train dataset has a column `completion_mask`, which is not read",
+        "every token, because `completion_mask` is read with `completion_only_loss=True`",
+    ),
+}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_has_no_effect_in_trl_is_said(name, packing, tmp_path):
+    settings, data, message, rule = WITHOUT_EFFECT[name]
+    with pytest.warns(UserWarning, match=message):
+        trainer = build_trainer(tmp_path, data, packing=packing, **settings)
+    assert trainer.data.trained_summary.rule.startswith(rule)
+
+
+@pytest.mark.parametrize(
+    "settings, data",
+    [
+        ({}, Dataset.from_dict({"messages": [PROMPT + ANSWER] * 3})),
+        ({"completion_only_loss": True}, Dataset.from_dict({"prompt": ["a"] * 3, "completion": ["b"] * 3})),
+        ({"completion_only_loss": True}, Dataset.from_dict({"input_ids": [[5, 6]], "completion_mask": [[0, 1]]})),
+        ({"completion_only_loss": False}, Dataset.from_dict({"input_ids": [[5, 6]], "completion_mask": [[0, 1]]})),
+        ({"completion_only_loss": True}, Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, 6]]})),
+        ({"label_smoothing_factor": 0.1}, texts(3)),
+    ],
+)
+def test_what_has_an_effect_is_not_warned_of(settings, data, tmp_path, recwarn):
+    build_trainer(tmp_path, data, **settings)
+    assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path):

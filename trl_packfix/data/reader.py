@@ -32,6 +32,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArray, Int64Array
 from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
+from ..samples.turns import reads_completion_mask
 from ..wording import count_of
 
 if TYPE_CHECKING:
@@ -155,12 +156,10 @@ def mask_columns(dataset: Dataset) -> list[str]:
 def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
     """Remove a `completion_mask` that TRL would not read.
 
-    TRL reads the mask if `completion_only_loss` is True. If it is None, TRL reads the mask if the dataset has the
-    columns `prompt` and `completion`. It always reads `assistant_masks`.
+    `reads_completion_mask` says when TRL reads it. TRL always reads `assistant_masks`.
     """
-    if completion_only_loss is None:
-        completion_only_loss = {"prompt", "completion"} <= {*dataset.column_names}
-    is_ignored = "completion_mask" in dataset.column_names and not completion_only_loss
+    columns = dataset.column_names
+    is_ignored = "completion_mask" in columns and not reads_completion_mask(completion_only_loss, columns)
     return dataset.remove_columns("completion_mask") if is_ignored else dataset
 
 

@@ -6,6 +6,7 @@ name begins with `check_` raises a ValueError that says what to change, or retur
 """
 
 import logging
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from . import texts
 from .conversation import Tokenizer
 from .row import MAX_ROWS_NAMED
-from .turns import TurnSettings, trains_only_completions
+from .turns import TurnSettings, reads_completion_mask, trains_only_completions
 
 logger = logging.getLogger(__name__)
 
@@ -235,10 +236,48 @@ def what_is_trained(args: TurnSettings, dataset: object) -> str:
         return "each assistant turn after its prompt (`per_turn`)"
     if args.assistant_only_loss:
         return "assistant turns (`assistant_only_loss`)"
-    if {"labels", "completion_mask", "assistant_masks"} & {*columns}:
+    has_mask = "completion_mask" in columns
+    reads_mask = has_mask and reads_completion_mask(args.completion_only_loss, columns)
+    if {"labels", "assistant_masks"} & {*columns} or reads_mask:
         return "the labels of the rows"
     if "prompt" in columns and "completion" in columns and trains_only_completions(args):
         return "completions (`completion_only_loss`)"
+    rule = "every token"
+    if has_mask:
+        rule += ", because `completion_mask` is read with `completion_only_loss=True`"
+    elif lacks_completions(args, dataset):
+        rule += ", because no row has a `prompt` and a `completion`"
     if has_conversations(dataset):
-        return "every token; `assistant_only_loss=True` trains those of the assistant"
-    return "every token"
+        rule += "; `assistant_only_loss=True` trains those of the assistant"
+    return rule
+
+
+def lacks_completions(args: TurnSettings, dataset: object) -> bool:
+    """Return whether `completion_only_loss` is True, and no row of a table has a completion, labels or a mask."""
+    columns = {*columns_of(dataset)}
+    has_labels = not columns.isdisjoint(("labels", "completion_mask", "assistant_masks"))
+    is_text_table = isinstance(dataset, Dataset) and not has_images(dataset)
+    has_completions = {"prompt", "completion"} <= columns
+    return bool(args.completion_only_loss) and is_text_table and not has_labels and not has_completions
+
+
+def warn_if_all_is_trained(args: TurnSettings, dataset: object) -> None:
+    """Warn if every token of a training set is trained although a setting or a column says otherwise, as in TRL."""
+    if args.per_turn or args.assistant_only_loss:
+        return
+    columns = columns_of(dataset)
+    if lacks_completions(args, dataset):
+        warnings.warn(
+            f"`completion_only_loss=True` was given, and the train dataset has the columns {columns}. No row has a "
+            "`prompt` and a `completion`, so every token is trained, as in TRL. Split the rows into these two columns; "
+            "for conversations set `assistant_only_loss=True`.",
+            stacklevel=4,
+        )
+    is_masked = {"input_ids", "completion_mask"} <= {*columns} and {"labels", "assistant_masks"}.isdisjoint(columns)
+    if is_masked and args.completion_only_loss is None and not reads_completion_mask(None, columns):
+        warnings.warn(
+            "The train dataset has a column `completion_mask`, which is not read, and no `labels`. TRL reads it only "
+            "with `completion_only_loss=True`, so every token is trained. Set `completion_only_loss=True`, or False to "
+            "train every token on purpose.",
+            stacklevel=4,
+        )

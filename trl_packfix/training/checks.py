@@ -6,6 +6,7 @@ TRL has constructed itself (`check_prepared_sets`). Each start of training or ev
 `ConstructedWith.refuse_changes`, and a dataset that the user sets later passes `check_replacement`.
 """
 
+import warnings
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..data.row_values import read_row_values
 from ..planning.packing import compare_settings, describe_changes
 from ..planning.parallel import possible_degrees
 from ..planning.units import Synchronisation
-from ..samples.checks import check_rows, check_turns, columns_of, has_images
+from ..samples.checks import check_rows, check_turns, columns_of, has_images, warn_if_all_is_trained
 from .choices import UNPREPARED, RunSettings, text_config
 from .config import SFTConfig
 from .conflicts import refuse_conflicts
@@ -96,6 +97,15 @@ def check_datasets(args: SFTConfig, train_dataset: object, eval_dataset: object,
     check_turns(args, train_dataset, eval_dataset, is_formatted=is_formatted)
     check_rows(train_dataset, "train")
     check_weights(args, train_dataset)
+    if not is_formatted:
+        warn_if_all_is_trained(args, train_dataset)
+    if args.loss_type == "dft" and args.label_smoothing_factor:
+        warnings.warn(
+            f"`label_smoothing_factor={args.label_smoothing_factor}` was given with `loss_type='dft'`. TRL computes "
+            "that loss without smoothing, and so does this trainer. Set `loss_type='nll'` to smooth labels, or "
+            "`label_smoothing_factor=0.0`.",
+            stacklevel=3,
+        )
 
 
 def check_weights(args: SFTConfig, train_dataset: object) -> None:
