@@ -5,7 +5,7 @@ Functions import heavy libraries only when they run, so that `--help` is fast.
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from . import flags
@@ -77,7 +77,8 @@ def run_check(args: argparse.Namespace) -> int:
             "`model_name_or_path` in the config file."
         )
     if args.dataset:
-        return _check_data(configs, names[0], args.dataset, as_json=args.json)
+        of_model = configs._replace(model=replace(configs.model, model_name_or_path=names[0]))
+        return _check_data(of_model, names[0], args.dataset, as_json=args.json)
     result = check_model(names[0], configs, config_only=args.config_only)
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
@@ -90,7 +91,6 @@ def _check_data(configs: "RunConfigs", model: str, datasets: list[str], *, as_js
     """Test these datasets, not those of the config file, and print a report of each. Return 0 if all are complete."""
     from .omissions import report_tables
 
-    configs.model.model_name_or_path = model
     configs.script.dataset_name = datasets
     configs.mixture.datasets = []
     reports = list(report_tables(configs, model))
