@@ -76,6 +76,14 @@ def test_nothing_is_made_twice(tmp_path):
     assert np.array_equal(cached.stop, arrays["stop"] - 1)
 
 
+def test_a_length_of_numpy_finds_the_documents_of_the_same_length(tmp_path):
+    saved(tmp_path)
+    for max_length in (30, np.int64(30)):
+        documents = cached_documents(reader_of(tmp_path), max_length)
+        assert documents.lengths.max() == 30
+        assert len(files(tmp_path, "cache-packfix-spans-*")) == 1
+
+
 def test_the_documents_of_another_file_are_cut_anew(tmp_path):
     """After a copy by hand, a file may have the fingerprint, the size and the time of the one before."""
     for name, tokens in (("one", [[5, 6, 7], [8, 9]]), ("other", [[5, 6], [7, 8, 9]])):

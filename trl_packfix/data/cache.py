@@ -160,7 +160,8 @@ def _cache_file(reader: RowReader, name: str, settings: dict[str, Any]) -> Path 
     for file in files:
         stat = file.stat()
         stats.append((file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    key = json.dumps([PREPARATION_SOURCE_HASH, reader.fingerprint, stats, settings], sort_keys=True)
+    # `default`: a `max_length` of numpy is written as a number of Python
+    key = json.dumps([PREPARATION_SOURCE_HASH, reader.fingerprint, stats, settings], sort_keys=True, default=int)
     return files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
 
 
