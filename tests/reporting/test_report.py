@@ -15,7 +15,7 @@ from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
 from support.planners import make_epochs, make_stream, of_units
-from support.runs import build_trainer, texts, tokenised, weights, weights_of
+from support.runs import build_trainer, stock, texts, tokenised, weights, weights_of
 
 from trl_packfix import version
 from trl_packfix.attention.choice import AttentionChoice
@@ -142,6 +142,19 @@ def test_what_packing_changes_is_one_sentence(tmp_path):
     assert dict(same.lines())["against unpacked"] == "the same steps: no setting has to change"
     full = report(tmp_path, table([32] * 64), max_length=32)
     assert dict(full.lines())["against unpacked"] == "about 2 documents per step, too: no setting has to change"
+
+
+@pytest.mark.parametrize("num, steps_of_trl", [(64, 11), (66, 11), (60, 10), (61, 10)])
+def test_the_last_step_that_trl_trains_is_an_exception_of_the_same_steps(num, steps_of_trl, tmp_path):
+    """With `dataloader_drop_last` TRL leaves out the rows of an incomplete micro-batch, here the incomplete step."""
+    settings = {"gradient_accumulation_steps": 3, "dataloader_drop_last": True, "num_train_epochs": 1}
+    unpacked = stock(tmp_path, table([8] * num), **settings)
+    unpacked.train()
+    assert unpacked.state.global_step == steps_of_trl
+    packing_report = report(tmp_path, table([8] * num), packing_strategy="minibatch", **settings)
+    told = dict(packing_report.lines())["against unpacked"]
+    exception = " but for the incomplete last one of an epoch, of which TRL trains whole micro-batches"
+    assert told == f"the same steps{exception * (packing_report.num_steps < steps_of_trl)}: no setting has to change"
 
 
 @pytest.mark.parametrize("labels", ["all", "answers", "some answers"])

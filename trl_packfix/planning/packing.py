@@ -250,7 +250,8 @@ class Packing:
     def unpacked_step_of_documents(self, order: Int64Array) -> Int64Array:
         """Return the optimizer step of each document, by its number, in the unpacked run, shape (N,).
 
-        A document that the unpacked run does not reach (`drop_last`) has step -1.
+        A document of an incomplete last step that is left out (`drop_last`) has step -1. TRL would train its whole
+        micro-batches.
 
         Args:
             order: document numbers in the order in which the unpacked run visits them, shape (N,).

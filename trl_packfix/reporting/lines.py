@@ -115,8 +115,12 @@ def _unpacked_text(report: PackingNumbers) -> str:
     begin alike and are packed together count as one.
     """
     if STRATEGIES[report.strategy].keeps_unpacked_steps:  # a packed step has the documents of an unpacked step
-        steps = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
-        return f"{steps}: no setting has to change"
+        exceptions = [] if report.unpacked_loss == 1 else ["the loss"]
+        # TRL's `dataloader_drop_last` leaves out an incomplete micro-batch, and this one the whole incomplete step
+        if report.documents_not_reached >= report.batch_size * report.world_size:
+            exceptions.append("the incomplete last one of an epoch, of which TRL trains whole micro-batches")
+        but_for = f" but for {' and '.join(exceptions)}" if exceptions else ""
+        return f"the same steps{but_for}: no setting has to change"
     assert report.documents_per_step is not None, "the documents of a step are not known"
     documents = report.unpacked_documents  # documents of an unpacked step
     ratio = report.documents_per_step / documents
