@@ -59,6 +59,7 @@ def test_collator_refuses_documents_without_one_label_per_token(document):
         ({"seq_lengths": [1, 2]}, r"have `seq_lengths` \(\[1, 2\] in the first\).*see each other.*one by one"),
         ({"attention_mask": [1, 1, 0]}, "Document 0 of the batch is padded.*attended to.*`padding=False`"),
         ({"attention_mask": torch.tensor([0, 1, 1])}, "Document 0 of the batch is padded"),
+        ({"position_ids": [0, 0, 1]}, "Document 0 of the batch has `position_ids` that begin again.*one by one"),
     ],
 )
 def test_collator_refuses_columns_that_it_would_ignore(columns, message):

@@ -94,6 +94,7 @@ def test_rows_shuffled_in_blocks_are_read_block_by_block():
 
 
 PADDED = Dataset.from_dict({"input_ids": [[5, 6, 0]], "attention_mask": [[1, 1, 0]]})
+RESTARTING = Dataset.from_dict({"input_ids": [[5, 6, 7]], "position_ids": [[0, 0, 1]]})
 REFUSED = [
     ({"rank": 2, "world_size": 2}, r"`rank=2` was given with `world_size=2`.*from 0 to 1.*Set `rank`"),
     ({"rank": -1}, r"`rank=-1` was given with `world_size=1`"),
@@ -108,6 +109,7 @@ REFUSED = [
     ({"overlong": "foo"}, r"`overlong='foo'` was given.*no such choice.*'truncate', 'split'"),
     ({"synchronisation": "all"}, r"`synchronisation='all'` was given.*'micro', 'step'"),
     ({"strategy": "wrapped", "overlong": "truncate"}, r"`strategy='wrapped'` was given with `overlong='truncate'`"),
+    ({"dataset": RESTARTING}, r"Row 0 of the given dataset has `position_ids` that begin again.*`seq_lengths`"),
     ({"dataset": PADDED}, r"Row 0 of the given dataset is padded.*zeros.*`padding=False`"),
 ]
 

@@ -172,6 +172,8 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
         ),
         ({"input_ids": [[5, 6], [7, 300]]}, {"rows": StreamRows(300)}, r"Row 1 .* ids from 7 to 300"),
         ({"input_ids": [[5, 6]], "attention_mask": [[1, 0]]}, {"rows": StreamRows(300)}, "is padded"),
+        ({"input_ids": [[5, 6]], "position_ids": [[0, 0]]}, {"rows": StreamRows(300)}, "`position_ids` that begin"),
+        ({"input_ids": [[5, 6]], "labels": [[5, 300]]}, {"rows": StreamRows(300)}, "Row 0 .* labels from 5 to 300"),
         ({"input_ids": [[5], [6]]}, {}, r"Rank 0 read the stream to its end and 2 documents.*2 untrained"),
         ({"text": ["a"]}, {}, "no `input_ids`"),
     ],

@@ -178,6 +178,21 @@ PREPARED = {
         {},
         "Row 1 of the {} dataset has token ids from 7 to 300, and the model has 300 embeddings.*resize",
     ),
+    "labels above": (
+        tokenised(labels=[[5, 6, 7], [5, -100, 300]]),
+        {},
+        "Row 1 of the {} dataset has labels from 5 to 300, and the model has 300 embeddings.*as another token.*-100",
+    ),
+    "labels below": (
+        tokenised(labels=[[5, 6, 7], [-100, -1, 7]]),
+        {},
+        "Row 1 of the {} dataset has labels from -1 to 7, and the model has 300 embeddings",
+    ),
+    "positions": (
+        tokenised(position_ids=[[0, 1, 2], [0, 0, 1]]),
+        {},
+        "Row 1 of the {} dataset has `position_ids` that begin again.*see each other.*`seq_lengths`",
+    ),
     "padding": (
         tokenised(attention_mask=[[1] * 3, [1, 1, 0]]),
         {},

@@ -116,6 +116,13 @@ def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     return lowest, highest
 
 
+def cached_label_range(reader: TokenReader) -> tuple[int, int]:
+    """Return the smallest and the largest label of a table, as `TokenReader.label_range`, from the cache if it can."""
+    arrays = read_or_make(_cache_file(reader, "labels", {}), lambda: {"range": np.array(reader.label_range())})
+    lowest, highest = arrays["range"].tolist()
+    return lowest, highest
+
+
 def _hash_documents(reader: RowReader, documents: Documents) -> str:
     """Return the fingerprint of the documents: two hashes, joined by "-".
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX  # other modules import it from here
-from ..planning.arrays import MASK_COLUMNS, index_in_group
+from ..planning.arrays import MASK_COLUMNS, index_in_group, restarts
 from ..planning.arrays import TEXT_KEYS as TEXT_KEYS
 
 
@@ -256,6 +256,12 @@ def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
             "boundaries."
         )
     for index, document in enumerate(documents):
+        if restarts(document.get("position_ids", ())):
+            raise ValueError(
+                f"Document {index} of the batch has `position_ids` that begin again with 0, so it holds several "
+                "documents. The collator treats it as one, so they would see each other. Give it the documents one by "
+                "one, or read a dataset with `seq_lengths` by `packed_dataloader`."
+            )
         if not np.asarray(document.get("attention_mask", True)).all():
             raise ValueError(
                 f"Document {index} of the batch is padded: its `attention_mask` has zeros among "

@@ -6,14 +6,15 @@ work, and what to set.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset
 
+from ..planning.arrays import IGNORE_INDEX
 from ..planning.packing import Overlong
 from ..planning.packs import is_integer
 from ..planning.strategies import STRATEGIES, Strategy
-from .cache import cached_token_range
+from .cache import cached_label_range, cached_token_range
 from .reader import TokenReader, mask_columns
 
 MAX_VOCABULARY = 2**24  # the largest vocabularies have 2**18 to 2**20 tokens
@@ -95,6 +96,26 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
         )
 
 
+def check_boundaries(dataset: Dataset, name: str) -> None:
+    """Refuse rows that were packed elsewhere and tell it by `position_ids` alone, which are not read."""
+    column = dataset.features.get("position_ids")
+    if getattr(getattr(column, "feature", None), "dtype", "") not in ("int32", "int64"):
+        return  # there are none, or positions in several dimensions
+    if "seq_lengths" not in dataset.column_names:
+        positions = TokenReader(dataset.select_columns("position_ids"), "position_ids")
+        refuse_restart(positions.first_row_with_restart(), name)
+
+
+def refuse_restart(row: int | None, name: str) -> None:
+    """Refuse the row of a dataset whose `position_ids` begin again; None is no row."""
+    if row is not None:
+        raise ValueError(
+            f"Row {row} of the {name} dataset has `position_ids` that begin again with 0, so it holds several "
+            "documents. Only `seq_lengths` says where documents begin, so they would see each other. Give the lengths "
+            "of the documents of each row as `seq_lengths`, or remove the column if a row is one document."
+        )
+
+
 def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, packing: bool) -> None:
     """Refuse a dataset that the user has tokenised if it cannot be used with packing, or without packing.
 
@@ -115,7 +136,7 @@ def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, pack
 
 
 def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
-    """Refuse padding, token ids outside the vocabulary, and labels that are not as long as the tokens.
+    """Refuse padding, rows packed elsewhere, ids outside the vocabulary, and labels that do not fit the tokens.
 
     Args:
         dataset: the tokenised rows.
@@ -127,6 +148,7 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
     # trained tokens. Here two masks are no error, because TRL computes the labels from both
     reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)
     check_not_padded(dataset, name)
+    check_boundaries(dataset, name)
     if vocab_size is None:
         return
     outside = _first_ids_outside(reader, vocab_size)
@@ -136,6 +158,16 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
             f"Row {row} of the {name} dataset has token ids from {low} to {high}, and the model has {vocab_size} "
             f"embeddings. Ids must be from 0 to {vocab_size - 1}. Tokenise with the tokenizer of this model, or "
             "resize its embeddings."
+        )
+    if "labels" not in dataset.column_names:
+        return
+    outside = _first_ids_outside(reader, vocab_size, column="labels")
+    if outside is not None:
+        row, low, high = outside
+        raise ValueError(
+            f"Row {row} of the {name} dataset has labels from {low} to {high}, and the model has {vocab_size} "
+            "embeddings. A label is the id of a token, and TRL trains any other number as another token. Set "
+            "labels that are not trained to -100, and the others to the ids of their tokens."
         )
 
 
@@ -151,13 +183,21 @@ def check_id_range(dataset: Dataset) -> None:
         )
 
 
-def _first_ids_outside(reader: TokenReader, vocab_size: int) -> tuple[int, int, int] | None:
-    """Return the first row with a token id outside [0, vocab_size), with its smallest and its largest token id."""
-    # The range is of the whole table, so the ids outside may be in rows that the dataset does not select. Then `row` is
-    # None
-    low, high = cached_token_range(reader)
-    row = reader.first_row_outside(0, vocab_size) if low < 0 or high >= vocab_size else None
+def _first_ids_outside(
+    reader: TokenReader, vocab_size: int, *, column: Literal["input_ids", "labels"] = "input_ids"
+) -> tuple[int, int, int] | None:
+    """Return the first row with a value outside [0, vocab_size), with its smallest and its largest value.
+
+    The label -100 is not counted.
+    """
+    of_labels = column == "labels"
+    # The range is of the whole table, so the values outside may be in rows that the dataset does not select. Then `row`
+    # is None
+    low, high = cached_label_range(reader) if of_labels else cached_token_range(reader)
+    row = reader.first_row_outside(0, vocab_size, of_labels=of_labels) if low < 0 or high >= vocab_size else None
     if row is None:
         return None
-    ids = reader.read(row, 0, int(reader.lengths[row]))["input_ids"]
-    return row, int(ids.min()), int(ids.max())
+    values = reader.read(row, 0, int(reader.lengths[row]))[column]
+    if of_labels:
+        values = values[values != IGNORE_INDEX]
+    return row, int(values.min()), int(values.max())

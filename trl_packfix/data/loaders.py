@@ -33,7 +33,15 @@ from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, DocumentRun, PackedDataCollator
-from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong, check_rank
+from .dataset_checks import (
+    check_boundaries,
+    check_choice,
+    check_count,
+    check_max_length,
+    check_not_padded,
+    check_overlong,
+    check_rank,
+)
 from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
@@ -324,6 +332,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     reader = TokenReader(dataset)
     traits = STRATEGIES[strategy]
     check_not_padded(dataset, "given")
+    check_boundaries(dataset, "given")
     # `cuts_blocks`: whether all documents are concatenated and cut every `max_length` tokens, as by "wrapped"
     documents = cached_documents(reader, max_length, overlong or traits.overlong, cuts_blocks=traits.cuts_blocks)
     packing = Packing(

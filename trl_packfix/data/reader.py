@@ -30,7 +30,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArray, Int64Array
+from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArray, Int64Array, restarts
 from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
 from ..samples.turns import reads_completion_mask
 from ..wording import count_of
@@ -480,13 +480,38 @@ class TokenReader(RowReader):
         highest = max((int(values.max()) for values in chunks), default=0)
         return lowest, highest
 
-    def first_row_outside(self, low: int, high: int) -> int | None:
-        """Return the first row with a token id outside [low, high), or None if there is no such row."""
-        for row, length in enumerate(self._tokens.lengths):
-            tokens = self._tokens.read(row, 0, length)
-            if length and (tokens.min() < low or tokens.max() >= high):
+    def label_range(self) -> tuple[int, int]:
+        """Return the smallest and the largest label of all rows that is not -100. Every label is read.
+
+        (0, 0) is returned if there is none, and if the rows have no labels of their own.
+        """
+        columns = [self._label_source] if self._label_source is not None and self._has_labels else []
+        chunks = [values[values != IGNORE_INDEX] for column in columns for values in column.values]
+        lowest = min((int(values.min()) for values in chunks if len(values)), default=0)
+        highest = max((int(values.max()) for values in chunks if len(values)), default=0)
+        return lowest, highest
+
+    def first_row_outside(self, low: int, high: int, *, of_labels: bool = False) -> int | None:
+        """Return the first row with a token id, or a label, outside [low, high), or None if there is no such row.
+
+        The label -100 is never outside.
+        """
+        column = self._label_source if of_labels else self._tokens
+        assert column is not None, "the rows have no labels"
+        for row, length in enumerate(column.lengths):
+            values = column.read(row, 0, length)
+            values = values[values != IGNORE_INDEX] if of_labels else values
+            if len(values) and (values.min() < low or values.max() >= high):
                 return row
         return None
+
+    def first_row_with_restart(self) -> int | None:
+        """Return the first row with a 0 behind its first value, or None. The column that is read holds positions."""
+        num_zeros = sum(int((values == 0).sum()) for values in self._tokens.values)
+        if num_zeros <= self._tokens.first_rows[-1]:  # at most one in each row of the table, as at its beginning
+            return None
+        rows = enumerate(self._tokens.lengths)
+        return next((row for row, length in rows if restarts(self._tokens.read(row, 0, length))), None)
 
 
 def _count_marked(marks: BoolArray, first: Int64Array, stop: Int64Array) -> npt.NDArray[Any]:

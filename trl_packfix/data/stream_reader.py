@@ -31,9 +31,10 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
+from ..planning.arrays import restarts
 from ..planning.packing import Packing
 from ..samples.row import BAD_ROW_COLUMN
-from .dataset_checks import check_tokens
+from .dataset_checks import check_tokens, refuse_restart
 from .documents import Documents, Ledger, make_documents
 from .reader import TokenReader
 from .row_values import SOURCES, read_row_values
@@ -160,6 +161,8 @@ class StreamRows:
         """
         if "input_ids" in table.column_names:
             check_tokens(table, "train", self.vocab_size)
+            positions = [] if "seq_lengths" in batch else batch.get("position_ids", [])
+            refuse_restart(next((row for row, values in enumerate(positions) if restarts(values)), None), "train")
         reader = TokenReader(table)
         mode = packing.truncation_mode
         spans = make_documents(reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True)

@@ -27,3 +27,12 @@ def offsets_of(sizes: Int64Array | BoolArray) -> Int64Array:
 def index_in_group(sizes: Int64Array) -> Int64Array:
     """Return the index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def restarts(positions: npt.ArrayLike) -> bool:
+    """Return whether the positions of a row begin again, so that the row holds several documents.
+
+    Positions in several dimensions, as of images, are not looked at.
+    """
+    array = np.asarray(positions)
+    return array.ndim == 1 and bool((array[1:] == 0).any())
