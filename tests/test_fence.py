@@ -74,6 +74,7 @@ REVIEWED = {
         features/pack_forward/trainers.py state.log_history[-1]
         training/evaluation.py output.metrics.pop
         training/evaluation.py output.metrics[f'{prefix}_{name}']
+        training/evaluation.py output.metrics[f'{prefix}_loss']
         training/objective.py outputs.aux_loss
         training/objective.py self._trainer.state.num_input_tokens_seen
         training/trainer.py self.control.should_training_stop

@@ -259,6 +259,38 @@ def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(pa
     assert "test_loss" not in predicted.metrics
 
 
+class MeanLoss(SFTTrainer):
+    """Takes the mean over the trained tokens of a batch, which is 0 / 0 without any."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_packs_without_a_trained_token_do_not_count_in_the_users_mean(tmp_path):
+    """A rank that has no documents left evaluates such a pack, too."""
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": (tokens := rng.integers(4, 260, 60).tolist()), "labels": tokens} for _ in range(3)]
+    untrained = {"input_ids": rows[0]["input_ids"], "labels": [-100] * 60}
+    trainer = build_trainer(tmp_path, texts(), trainer_class=MeanLoss, per_device_eval_batch_size=1)
+    expected = trainer.evaluate(Dataset.from_list(rows))["eval_loss"]
+    loss = trainer.evaluate(Dataset.from_list([*rows, untrained]))["eval_loss"]
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_a_prediction_step_of_the_users_returns_is_the_loss_on_packs(tmp_path):
+    class OneMore(MeanLoss):
+        def prediction_step(self, *args, **kwargs):
+            loss, *predictions = super().prediction_step(*args, **kwargs)
+            return loss + 1, *predictions
+
+    losses = [
+        build_trainer(tmp_path, texts(), trainer_class=trainer_class).evaluate(texts(5))["eval_loss"]
+        for trainer_class in (MeanLoss, OneMore)
+    ]
+    assert losses[1] == pytest.approx(losses[0] + 1, rel=1e-6)
+
+
 # `predict` logs nothing, so what it has computed must not be in the next log
 
 

@@ -42,7 +42,7 @@ from .proofs import prove_degrees, prove_feature
 from .same_data import check_same_documents
 from .totals import EvaluationTotals, scores_of
 from .trainer_view import TrainerPart, TrainerView
-from .user_code import UserCode
+from .user_code import UserCode, has_trained_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,9 @@ class Evaluation(TrainerPart):
     _has_warned_of_user_loss = False
     # Whether the running evaluation reads padded batches of this package, which are equal on all copies
     _has_equal_batches = False
+    # In an evaluation on packs with a loss of the user's: the sum of its losses of packs with a trained token, and the
+    # number of these packs on this rank, (2,)
+    _user_losses: torch.Tensor | None = None
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective):
         super().__init__(trainer)
@@ -300,6 +303,11 @@ class Evaluation(TrainerPart):
             )
         sampler = getattr(dataloader, "batch_sampler", None)
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
+        self._user_losses = None
+        # What a `prediction_step` of the user's returns is not changed
+        has_own_step = bool(self._trainer.user_code.replaced_methods("prediction_step"))
+        if self._loss_of_user is not None and not has_own_step and isinstance(sampler, PackedBatchSampler):
+            self._user_losses = torch.zeros(2, device=self._trainer.accelerator.device)
 
         # Second, run the loop
         with self._packs_accepted(sampler):
@@ -319,7 +327,24 @@ class Evaluation(TrainerPart):
             logged["num_tokens"] = [self._trainer._total_train_tokens]
         elif self.replaces_trl_metrics:
             output.metrics.pop(f"{prefix}_loss", None)  # without a trained token there is no loss; the loop reports 0.0
+        if self._user_losses is not None:
+            loss, num_packs = self._trainer.accelerator.reduce(self._user_losses, reduction="sum").tolist()
+            if num_packs:
+                output.metrics[f"{prefix}_loss"] = loss / num_packs
         return output
+
+    def count_user_loss(self, loss: torch.Tensor | None, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Add a loss that the user's code has computed to the mean over packs, and return it.
+
+        The loss of a pack without a trained token, such as a dummy, does not count, and 0 is returned. It may be NaN: a
+        mean over no tokens. Dummies run the user's code, because other ranks may wait for its forwards.
+        """
+        if self._user_losses is None or loss is None:
+            return loss
+        is_counted = has_trained_tokens(inputs)
+        loss = loss.detach().mean() if is_counted else torch.zeros_like(loss.detach().mean())
+        self._user_losses += torch.stack([loss, torch.full_like(loss, is_counted)]).to(self._user_losses)
+        return loss
 
     def forget_unlogged(self) -> None:
         """Forget metrics that were not logged: of `predict`, and of an evaluation that was interrupted.

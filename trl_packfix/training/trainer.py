@@ -590,7 +590,8 @@ class SFTTrainer(trl.SFTTrainer):
         """Return loss, logits and labels of a batch; logits and labels are None with `prediction_loss_only`."""
         if self.evaluation.replaces_trl_metrics:  # the user has not defined the loss
             return self.evaluation.evaluate_batch(model, inputs, prediction_loss_only)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return self.evaluation.count_user_loss(loss, inputs), logits, labels
 
     # Checkpoints. transformers calls these methods in this order; the best checkpoint is loaded after training.
 
