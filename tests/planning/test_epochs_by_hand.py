@@ -93,6 +93,17 @@ def test_epochs_are_even_if_each_has_the_planned_steps(point, has_equal_epochs):
     assert planner.has_equal_epochs is has_equal_epochs
 
 
+@pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
+def test_a_seed_may_be_negative_as_in_torch(strategy):
+    orders = [
+        make_epochs(documents_of_lengths([10] * 40), strategy, batch_size=2, seed=seed).schedule(epoch).order.tolist()
+        for seed, epoch in ((-1, 0), (-1, 1), (-2, 0), (1, 0))
+    ]
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert orders[0] not in (orders[2], orders[3])
+    assert orders[0] != orders[1]
+
+
 # Restarts
 
 

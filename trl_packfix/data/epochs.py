@@ -315,7 +315,9 @@ class EpochPlanner:
             if needs_more_steps and not packing.drop_last:
                 # The Trainer has computed the number of steps from the first plan, so no epoch may have more. Instead
                 # of this plan, shuffle the packs of the first plan. (With `drop_last` the last packs are dropped.)
-                plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
+                rng = packing.make_rng(epoch)
+                assert rng is not None, "without shuffling, all epochs have the first plan"
+                plan = shuffle_packs(self.first_plan, rng)
             schedule = packing.schedule(plan, units, self.num_steps)
         # `make_rng` returns None without shuffling, and then the documents of a unit come in the order of the table
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))

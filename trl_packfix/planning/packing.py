@@ -194,7 +194,10 @@ class Packing:
 
     def make_rng(self, *key: int) -> np.random.Generator | None:
         """Return a generator that draws the same numbers for the same key and seed; None without shuffling."""
-        return np.random.default_rng((self.seed, *key)) if self.shuffle else None
+        if not self.shuffle:
+            return None
+        # numpy takes no negative numbers. A negative seed, which torch takes, becomes a number of 64 bits, as in torch
+        return np.random.default_rng((self.seed if self.seed >= 0 else self.seed + 2**64, *key))
 
     def plan(self, units: Units, epoch: int, block: Int64Array | None = None) -> PackPlan:
         """Plan the packs of an epoch.
