@@ -31,7 +31,6 @@ REVIEWED = {
         training/lm_head.py forward_with_scores.has_token_scores
         training/lm_head.py scores.aux_loss
         training/lm_head.py scores.loss
-        training/noise.py running.num_rows
     """,
     "the trainer's own copy of the settings (`adopt_args`)": """
         training/trainer.py args.assistant_only_loss
@@ -87,7 +86,6 @@ REVIEWED = {
     """,
     "of the command line: its environment, its parser and what it has parsed": """
         cli/__init__.py args.unparsed_words
-        cli/check.py configs.model.model_name_or_path
         cli/configs.py os.environ['ACCELERATE_DEEPSPEED_CONFIG_FILE']
         cli/configs.py os.environ['ACCELERATE_USE_DEEPSPEED']
         cli/configs.py configs.mixture.datasets

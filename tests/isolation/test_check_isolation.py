@@ -163,11 +163,11 @@ def test_a_change_is_a_leak_just_above_the_tolerance(traced, gap, passes):
 
 @pytest.mark.parametrize("value", [inf, nan])
 @pytest.mark.parametrize("length", [13, 1, 11, 22])
-def test_a_document_whose_states_are_not_finite_hides_no_change_of_others(traced, value, length):
+def test_a_document_whose_states_are_not_finite_in_packs_hides_no_change_of_others(traced, value, length):
     def state(document):
         return value if len(document) == length else 0.0
 
-    probe = ScriptedProbe(lambda pack, i: state(pack[i]) + 0.5 * (pack is not probe.first_pack), state)
+    probe = ScriptedProbe(lambda pack, i: state(pack[i]) + 0.5 * (pack is not probe.first_pack))
     report, _ = judge_probe(probe, None)
     assert not report.isolated
     assert report.max_change == inf

@@ -6,9 +6,14 @@ from pathlib import Path
 import trl_packfix
 
 TRAINING = Path(trl_packfix.__file__).parent / "training"
-# Where the class of a dataset is looked at: the choice of the source; settings that a stream does not have; and the
-# evaluation, where a stream becomes a table
-ASKS = {("loading", "source_class"), ("choices", "is_stream"), ("evaluation", "make_loader")}
+# Where the class of a dataset is looked at: the choice of the source; settings that a stream does not have; the
+# evaluation, where a stream becomes a table; and `check_data`, which refuses what is neither of the two
+ASKS = {
+    ("loading", "source_class"),
+    ("choices", "is_stream"),
+    ("evaluation", "make_loader"),
+    ("preparation", "check_data"),
+}
 
 
 def places_that_ask(text: str, module: str) -> set[tuple[str, str]]:
