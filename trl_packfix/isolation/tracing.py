@@ -339,7 +339,7 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
         before = to_exact(before)  # in fp64, in which a difference is hardly rounded
         after = to_exact(after)
         scale = before.abs().nan_to_num(nan=0.0, posinf=0.0).max().clamp(min=1e-30)
-        gaps = [_distances(before[first_span], after[second_span]) for first_span, second_span in spans]
+        gaps = [_absolute_changes(before[first_span], after[second_span]) for first_span, second_span in spans]
         changes += [gap.max() / scale for gap in gaps if gap.numel()]
     if not changes:
         return 0.0
@@ -347,7 +347,7 @@ def _largest_change(first: Values, second: Values, spans: Spans) -> float:
     return max(0.0, *torch.stack([change.to(changes[0].device) for change in changes]).tolist())
 
 
-def _distances(before: Tensor, after: Tensor) -> Tensor:
+def _absolute_changes(before: Tensor, after: Tensor) -> Tensor:
     """Return by how much each number changes: 0 for equal infinities and for two NaN, infinity for a change to NaN."""
     is_equal = (before == after) | (before.isnan() & after.isnan())
     return (before - after).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(is_equal, 0.0)

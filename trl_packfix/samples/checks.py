@@ -76,16 +76,16 @@ def undecoded_stream(stream: IterableDataset) -> IterableDataset:
     if not stream.features:
         return stream
     # `decode` leaves JSON as text, too
-    features = Features({name: _undecoded(feature) for name, feature in stream.features.items()})
+    features = Features({name: undecoded_feature(feature) for name, feature in stream.features.items()})
     return stream.decode(False).cast(features)
 
 
-def _undecoded(feature: Any) -> Any:
+def undecoded_feature(feature: Any) -> Any:
     """Return a feature whose images, sounds and videos are not decoded."""
     if isinstance(feature, dict):
-        return {key: _undecoded(value) for key, value in feature.items()}
+        return {key: undecoded_feature(value) for key, value in feature.items()}
     if isinstance(feature, List | LargeList):
-        return replace(feature, feature=_undecoded(feature.feature))
+        return replace(feature, feature=undecoded_feature(feature.feature))
     if hasattr(feature, "decode") and not isinstance(feature, Json):
         return replace(feature, decode=False)
     return feature

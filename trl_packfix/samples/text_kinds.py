@@ -21,7 +21,7 @@ import numpy.typing as npt
 from datasets import Audio, Dataset, Image, IterableDataset, LargeList, List, Value, Video
 
 from ..compat import sanitises_control_tokens
-from .checks import IMAGES, undecoded_stream
+from .checks import IMAGES, undecoded_feature, undecoded_stream
 from .conversation import ROLES, Message
 from .row import HashedMapFunction, read_integer_column
 from .texts import MESSAGES, text_columns, without_nulls
@@ -402,7 +402,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
         table = dataset.with_format(None)
         columns = table.select_columns([name for name, feature in table.features.items() if _is_read(name, feature)])
         for name, feature in columns.features.items():
-            encoded = undecoded(feature)
+            encoded = undecoded_feature(feature)
             if encoded != feature:
                 columns = columns.cast_column(name, encoded)
         hashes = np.zeros(len(table), np.int64)
@@ -436,14 +436,3 @@ def _is_read(name: str, feature: Any) -> bool:
     if isinstance(feature, Value):
         return str(feature.dtype) in TEXTS
     return name not in IMAGES and not isinstance(feature, Image | Audio | Video)
-
-
-def undecoded(feature: Any) -> Any:
-    """Return a feature whose images, sounds and videos are not decoded."""
-    if isinstance(feature, Image | Audio | Video):
-        return type(feature)(decode=False)
-    if isinstance(feature, dict):
-        return {key: undecoded(value) for key, value in feature.items()}
-    if isinstance(feature, List | LargeList):
-        return type(feature)(undecoded(feature.feature))
-    return feature

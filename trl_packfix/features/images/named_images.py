@@ -17,8 +17,14 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 
 from ...compat import main_process_first
-from ...samples.checks import columns_of, first_rows, has_images, has_transform, undecoded_stream
-from ...samples.text_kinds import undecoded
+from ...samples.checks import (
+    columns_of,
+    first_rows,
+    has_images,
+    has_transform,
+    undecoded_feature,
+    undecoded_stream,
+)
 from ...samples.texts import MESSAGES, PAIR, struct_columns, without_nulls
 
 COLUMNS = (*MESSAGES, *PAIR)  # "messages" and the other names of columns of messages, "prompt" and "completion"
@@ -57,7 +63,7 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     table = dataset
     with main_process_first():
         for column in columns:
-            encoded = undecoded(table.features[column])
+            encoded = undecoded_feature(table.features[column])
             if encoded != table.features[column]:
                 table = table.cast_column(column, encoded)
         features = {column: _without_images(kind) for column, kind in table.features.items()}

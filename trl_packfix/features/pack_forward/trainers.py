@@ -254,13 +254,13 @@ def _models_of(trainer: Trainer) -> dict[str, nn.Module]:
     models: dict[int, tuple[str, nn.Module]] = {}  # by the identity of the innermost model
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
-            inner = _innermost(trainer, value)
+            inner = _unwrapped_model(trainer, value)
             if isinstance(inner, PreTrainedModel):
                 models.setdefault(id(inner), (name, value))
     return dict(models.values())
 
 
-def _innermost(trainer: Trainer, model: nn.Module) -> nn.Module:
+def _unwrapped_model(trainer: Trainer, model: nn.Module) -> nn.Module:
     """Return the model inside of its wrappers, such as DDP, and of PEFT."""
     inner: Any = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
@@ -278,7 +278,7 @@ class _LogAndProve(TrainerCallback):
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
         hooked = self.packing.rows.get("model")
         model = _models_of(self.trainer).get("model")
-        if hooked is not None and model is not None and hooked.model is not _innermost(self.trainer, model):
+        if hooked is not None and model is not None and hooked.model is not _unwrapped_model(self.trainer, model):
             raise ValueError(
                 f"`pack_forward` was called for the {type(hooked.model).__name__} that the "
                 f"{type(self.trainer).__name__} had then, and the trainer now trains another model: with `model_init`, "
