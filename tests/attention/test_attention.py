@@ -155,6 +155,22 @@ def test_an_interrupted_forward_ends_with_the_next_one_or_with_the_guard(ends_wi
     assert not this_thread.packed_forwards
 
 
+def test_a_forward_of_the_model_inside_itself_leaves_the_outer_one_running(tiny_model):
+    model = tiny_model("llama").train()
+    attend_packs(model)
+    depths = []
+
+    def call_again(*call):
+        handle.remove()
+        model(**make_pack([3, 5]))
+        depths.append(len(this_thread.packed_forwards))
+
+    handle = model.model.layers[0].register_forward_pre_hook(call_again)
+    model(**make_pack())
+    assert depths == [1]
+    assert not this_thread.packed_forwards
+
+
 def test_a_nested_forward_that_is_refused_leaves_the_outer_one_running(tiny_model):
     model = tiny_model("llama").train()
     attend_packs(model)

@@ -86,6 +86,25 @@ def test_an_interrupted_forward_leaves_nothing_behind_when_the_hooks_are_removed
     assert unpacked._running == unpacked._boundaries == []
 
 
+def test_a_forward_inside_another_leaves_the_outer_one_as_it_is():
+    model = build_tiny_model(attn_implementation="sdpa").eval()
+    UnpackedForward(model).install()
+    _, batch = pack([3, 9, 2])
+    _, other = pack([4, 5])
+    calls = []
+
+    def call_again(*call):
+        handle.remove()
+        calls.append(model(**other))
+
+    with torch.no_grad():
+        expected = model(**batch).logits
+        handle = model.model.layers[0].register_forward_pre_hook(call_again)
+        logits = model(**batch).logits
+    assert len(calls) == 1
+    assert torch.equal(logits, expected)
+
+
 def test_router_logits_come_without_padding():
     model = build_tiny_model("mixtral", attn_implementation="sdpa").eval()
     documents, batch = pack((7, 3, 5))

@@ -16,10 +16,12 @@ tokens of different documents, as a test of the model has found, and so runs on 
 """
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ from .packed_forward import (
 from .tower_support import tower_support
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
+MODULE_CALL = nn.Module.__call__.__code__  # the code that runs in each call of a module
 
 
 def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
@@ -115,6 +118,19 @@ class ModelHooks(ABC):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def is_called_inside_itself(module: nn.Module) -> bool:
+    """Return, in a hook of a call of a module, whether an earlier call of it is still running in this thread.
+
+    For example, a hook of the user's on a layer calls the whole model again.
+    """
+    num_calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        num_calls += frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return num_calls > 1
 
 
 def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
@@ -199,7 +215,8 @@ class PackedForwardGuard(ModelHooks):
 
     def _enter_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Check the batch and enter its packed forward, if it is packed; return the arguments of the model."""
-        if model is self.model:  # no model calls itself, so an earlier forward that still runs was interrupted
+        # An earlier forward that has not ended was interrupted, unless this one is called inside of it.
+        if model is self.model and self._forwards and not is_called_inside_itself(model):
             self._leave_interrupted()
         self._forwards.append(None)  # before the checks: if they raise, torch calls `_leave_forward`, too
         layout = layout_of(kwargs)  # which document each token belongs to; models do not take it

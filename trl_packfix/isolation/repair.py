@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import CallArguments, ModelHooks
+from ..attention.forwards import CallArguments, ModelHooks, is_called_inside_itself
 from ..attention.packed_forward import PackedForward, in_backward, packed_forward_entered, running_forward, running_pack
 from ..attention.rows import DocumentRows, TensorAxes
 from ..compat import recorded_router_logits, replace_router_logits
@@ -139,8 +139,9 @@ class AroundCalls(ModelHooks):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         """Run `_around` to its first yield, as a hook before a call, and return the changed arguments."""
         thread = threading.get_ident()
-        # No module calls itself, so an earlier call in this thread that still runs was interrupted.
-        if any(running.module is module and running.thread == thread for running in self._running):
+        # An earlier call in this thread that has not ended was interrupted, unless this one is called inside of it.
+        is_running = any(running.module is module and running.thread == thread for running in self._running)
+        if is_running and not is_called_inside_itself(module):
             self._end_interrupted()
         around = self._around(module, args, kwargs)
         inputs = next(around, None)  # None if `_around` has returned without a yield: the call stays as it is
