@@ -17,6 +17,7 @@ from sweep import zoo
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.isolation import check_isolation as isolation
+from trl_packfix.isolation import probed_model
 from trl_packfix.isolation.probe import DOCUMENT_LENGTHS, Probe
 from trl_packfix.isolation.probed_model import MAX_NOISE
 from trl_packfix.isolation.thresholds import thresholds
@@ -372,6 +373,26 @@ def test_what_a_row_raises_is_no_fault_of_packs(longest, problem):
     report = check_isolation(model)
     assert report.summary() == f"the model {problem}: no pinned memory"
     assert report.runs_unpacked is bool(longest)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_rank_that_raises_without_packing_tells_the_others(raises, monkeypatch):
+    """With an engine all ranks exchange their results, and would wait for a rank that does not."""
+
+    def fail(*call):
+        if raises:
+            raise ValueError("no pinned memory")
+
+    model = build_tiny_model()
+    model.model.layers[0].register_forward_pre_hook(fail)
+    probe = Probe(model)
+    probe._needs_padding = False  # ranks would exchange it, too
+    probe.has_engine = True
+    results = []
+    monkeypatch.setattr(probed_model, "gather_values", lambda value: results.append(value) or [value, "on rank 1"])
+    error = probe.error_unpacked()
+    assert results == ["no pinned memory" if raises else None]
+    assert error == (results[0] or "on rank 1")
 
 
 @pytest.mark.parametrize("value", [nan, inf])

@@ -245,12 +245,15 @@ class Probe(ProbedModel):
         gradients are enabled, except with an engine (DDP, DeepSpeed or FSDP), which would wait for a backward.
         """
         ids = self.tokens(DOCUMENT_LENGTHS[0])
+        problem = None
         try:
             with self.as_given(len(ids)), torch.set_grad_enabled(not self.has_engine):
                 states = self.states(self.make_unpacked_batch(ids))
+            if not states.isfinite().all():
+                problem = NOT_FINITE
         except (CannotRun, KernelError) as error:
-            return str(error)
-        return NOT_FINITE if self.on_any_rank(not states.isfinite().all()) else None
+            problem = str(error)
+        return next(filter(None, self.values_of_ranks(problem)), None)
 
     def make_unpacked_batch(self, ids: Tensor) -> dict[str, Any]:
         """Return the unpacked batch of a document, (1, n), or of several of equal length, (B, n), padded if needed."""

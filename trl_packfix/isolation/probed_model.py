@@ -264,8 +264,12 @@ class ProbedModel:
         With an engine or a higher degree, all ranks must run the same forwards. Kernels that sum in a different order
         in each run give ranks different roundings, so ranks might decide differently if each decided alone.
         """
+        return any(self.values_of_ranks(condition))
+
+    def values_of_ranks(self, value: T) -> list[T]:
+        """Return the value of this rank or, with an engine or a degree above 1, the values of all ranks."""
         runs_together = self.has_engine or not self.group.is_alone
-        return any(gather_values(condition)) if runs_together else bool(condition)
+        return gather_values(value) if runs_together else [value]
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
