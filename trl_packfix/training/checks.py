@@ -52,7 +52,7 @@ def settings_of_trainer(trainer_class: type[TrainerView], arguments: dict[str, A
 
 
 def check_before_loading(settings: RunSettings) -> None:
-    """Refuse what cannot work, before the model is loaded and the dataset is tokenised."""
+    """Refuse what cannot work, and warn of smoothing without effect, before the model is loaded."""
     refuse_conflicts(settings)
     args = settings.args
     assert isinstance(args, SFTConfig)  # the trainer has converted its config with `adopt_args`
@@ -61,6 +61,13 @@ def check_before_loading(settings: RunSettings) -> None:
     if settings.is_stream and not settings.columns:
         # A stream names its columns only in its first row, which is read after all other checks
         refuse_conflicts(replace(settings, columns=columns_of(settings.train_dataset)))
+    if args.loss_type == "dft" and args.label_smoothing_factor:
+        warnings.warn(
+            f"`label_smoothing_factor={args.label_smoothing_factor}` was given with `loss_type='dft'`. TRL computes "
+            "that loss without smoothing, and so does this trainer. Set `loss_type='nll'` to smooth labels, or "
+            "`label_smoothing_factor=0.0`.",
+            stacklevel=3,
+        )
 
 
 def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
@@ -85,27 +92,20 @@ def _check_lengths(settings: RunSettings, args: SFTConfig) -> None:
 
 
 def check_datasets(args: SFTConfig, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
-    """Refuse datasets that cannot be used, before the model is loaded.
+    """Refuse datasets that cannot be used, before the model is loaded. Warn of columns that TRL does not read.
 
     Args:
         args: the config of the trainer.
         train_dataset: the training set.
         eval_dataset: the evaluation set, or several by name, or None.
         is_formatted: whether the user's `formatting_func` makes the texts of rows. Then `assistant_only_loss` is not
-            checked against the columns.
+            checked against the columns, and nothing is warned of.
     """
     check_turns(args, train_dataset, eval_dataset, is_formatted=is_formatted)
     check_rows(train_dataset, "train")
     check_weights(args, train_dataset)
     if not is_formatted:
         warn_if_all_is_trained(args, train_dataset)
-    if args.loss_type == "dft" and args.label_smoothing_factor:
-        warnings.warn(
-            f"`label_smoothing_factor={args.label_smoothing_factor}` was given with `loss_type='dft'`. TRL computes "
-            "that loss without smoothing, and so does this trainer. Set `loss_type='nll'` to smooth labels, or "
-            "`label_smoothing_factor=0.0`.",
-            stacklevel=3,
-        )
 
 
 def check_weights(args: SFTConfig, train_dataset: object) -> None:
