@@ -47,7 +47,7 @@ class BatchMaker(TrainerPart):
     ranks: DataRanks
     vocab_size: int | None
     trl_counts_first_labels: bool
-    _has_warned_of_order = False
+    _has_warned_of_order = False  # of `dataloader_in_order`
 
     def __init__(self, trainer: TrainerView):
         super().__init__(trainer)
@@ -96,7 +96,8 @@ class BatchMaker(TrainerPart):
         """
         is_persistent = self.args.dataloader_persistent_workers
         settings = {"persistent_workers": is_persistent, **self.loader_settings, **self.worker_kwargs}
-        if not settings["in_order"] and settings["num_workers"] and not self._has_warned_of_order:
+        would_reorder = not settings["in_order"] and settings["num_workers"] > 0
+        if would_reorder and not self._has_warned_of_order and self._trainer.is_world_process_zero():
             self._has_warned_of_order = True
             logger.warning(
                 "dataloader_in_order=False was given; batches of a table stay in order, because a restart goes on "
