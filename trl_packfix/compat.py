@@ -513,8 +513,7 @@ def state_is_exact(dataset: "IterableDataset") -> bool:
     https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
 
     Below `datasets` 5.1 a restart from the state loses rows: in 4.8.4 of a stream with the step `map`, in 4.8.5 and 5.0
-    of one with `filter`.
-    In 5.0 the state also does not change any more after a restart.
+    of one with `filter`. In 5.0 the state also does not change any more after a restart.
     """
     import datasets
     from datasets.iterable_dataset import BufferShuffledExamplesIterable

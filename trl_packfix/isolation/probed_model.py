@@ -44,8 +44,6 @@ LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores, in fp32, that `eage
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
 ROUNDING_FACTOR = 3  # tolerance in multiples of the largest measured change, because the draws are few
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
-
-
 # Why a model cannot be tested whose states are no numbers also without packing. Every gap would be infinite
 NOT_FINITE = "its hidden states are NaN or infinite, so one of its weights is, or numbers overflow in half precision"
 

@@ -106,8 +106,10 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
         for name in ROPE_LENGTH_FIELDS:
             length = parameters.get(name, vars(config).get(name))
             if _is_length(length) and _depends_on_length(config, parameters, layer_type, length=length):
-                is_new = lengths.get(name, length) != length  # another type of layers has another length
-                lengths[f"{name} of {layer_type}" if is_new else name] = length
+                label = name
+                if lengths.get(name, length) != length:  # another type of layers has another length
+                    label = f"{name} of {layer_type}"
+                lengths[label] = length
     return lengths
 
 

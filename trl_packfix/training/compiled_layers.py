@@ -11,8 +11,8 @@ more. So proofs later in the run, of longer documents for example, run the layer
 fails, the trainer calls `CompileLayers.undo`.
 
 torch runs what it cannot compile as it is, without an error. So `CountingBackend` finds out in the second step, the
-first with compiled layers, which layers ran in a graph: their weights are inputs of graphs. The
-number of these layers is printed, and is in the packing report (`PackingReport.compiled`).
+first with compiled layers, which layers ran in a graph: their weights are inputs of graphs. The number of these layers
+is printed, and is in the packing report (`PackingReport.compiled`).
 """
 
 from collections.abc import Callable

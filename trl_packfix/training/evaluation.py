@@ -342,7 +342,9 @@ class Evaluation(TrainerPart):
         if self._user_losses is None or loss is None:
             return loss
         is_counted = has_trained_tokens(inputs)
-        loss = loss.detach().mean() if is_counted else torch.zeros_like(loss.detach().mean())
+        loss = loss.detach().mean()
+        if not is_counted:
+            loss = torch.zeros_like(loss)
         self._user_losses += torch.stack([loss, torch.full_like(loss, is_counted)]).to(self._user_losses)
         return loss
 

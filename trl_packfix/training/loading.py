@@ -125,7 +125,8 @@ class TrainingData(BatchMaker):
         self.trl_counts_first_labels = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
 
         # Second, make the collators
-        self.padded_collator = collator_of_trl = trainer.data_collator
+        collator_of_trl = trainer.data_collator
+        self.padded_collator = collator_of_trl
         if args.packing:
             checks.check_quantisation(trainer.model, args.device.type)
             if isinstance(collator_of_trl, DataCollatorForLanguageModeling):

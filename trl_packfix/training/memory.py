@@ -65,13 +65,12 @@ class MeasureMemory(TrainerCallback):
         if not measured or not trainer.is_world_process_zero():
             return
         fullest, before = max(measured, key=lambda pair: pair[0].allocated)
-        # The peak may be that of an earlier training in this process, or of loading the model
-        is_of_steps = before is None or fullest.allocated > before.allocated
-        text = f"peak of the first {MEASURED_STEPS} steps "
-        if not is_of_steps:
-            text = f"the first {MEASURED_STEPS} steps take no more than was taken before: "
-        text += (
-            f"{fullest.allocated / GIB:.1f} GiB in tensors, {fullest.reserved / GIB:.1f} reserved, "
+        described = f"peak of the first {MEASURED_STEPS} steps"
+        if before is not None and fullest.allocated <= before.allocated:
+            # The peak is that of an earlier training in this process, or of loading the model
+            described = f"the first {MEASURED_STEPS} steps take no more than was taken before:"
+        text = (
+            f"{described} {fullest.allocated / GIB:.1f} GiB in tensors, {fullest.reserved / GIB:.1f} reserved, "
             f"of {fullest.total / GIB:.0f}"
         )
         saved = self._predict_saving() if trainer.args.gradient_checkpointing else None

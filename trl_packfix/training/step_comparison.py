@@ -142,8 +142,8 @@ def is_plain(batch: dict[str, Any]) -> bool:
 def longest_of(batch: dict[str, Any]) -> Tensor:
     """Return the tokens, (n,), of the longest document of a pack, on the CPU.
 
-    Documents without a trained token are padding, and are not considered. If the pack has no others, the first
-    one is returned.
+    Documents without a trained token are padding, and are not considered. If the pack has no others, the first one is
+    returned.
     """
     bounds = batch["cu_seq_lens_q"]
     # The number of trained tokens before each position. The labels of a pack are -100 at the first token of a document
