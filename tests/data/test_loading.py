@@ -120,6 +120,19 @@ def test_wrong_arguments_are_refused_as_the_config_refuses_them(given, message):
         packed_dataloader(**{"dataset": dataset(), "max_length": 32} | given)
 
 
+@pytest.mark.parametrize("positions", [[], [5, 6]])
+def test_a_row_without_a_zero_hides_no_row_that_begins_again(positions):
+    table = Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]], "position_ids": [[0, 0, 1], positions]})
+    with pytest.raises(ValueError, match="Row 0 of the given dataset has `position_ids` that begin again"):
+        packed_dataloader(table, max_length=32)
+
+
+def test_a_row_may_lack_positions():
+    table = Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]], "position_ids": [[0, 1, 2], None]})
+    (batch,) = packed_dataloader(table, max_length=32)
+    assert batch["input_ids"].numel() == 5
+
+
 def test_prepare_for_packing_refuses_or_says_what_it_repaired():
     model = build_tiny_model("bloom")
     with pytest.raises(PackingLeakError, match="(?s)changed others by .*Information crosses in .*self_attention"):

@@ -173,12 +173,15 @@ class _ListColumn:
         name: the name of the column, for messages.
         column: the column of the whole table.
         indices: the rows of the table that the dataset has, in its order, or None for all rows of the table.
+        may_lack_rows: whether a row of the dataset may be missing. It is then read as an empty list.
 
     Raises:
         ValueError: the column does not hold lists of integers, or a row of the dataset holds missing values.
     """
 
-    def __init__(self, name: str, column: pa.ChunkedArray, indices: Int64Array | None):
+    def __init__(
+        self, name: str, column: pa.ChunkedArray, indices: Int64Array | None, *, may_lack_rows: bool = False
+    ):
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not (is_list and any(holds(kind.value_type) for holds in _HOLDS_INTEGERS)):
@@ -199,7 +202,8 @@ class _ListColumn:
             if pa.types.is_boolean(values.type):
                 values = values.cast(pa.int8())  # a mask: Arrow stores eight booleans in a byte, and numpy stores one
             if chunk.null_count or values.null_count:
-                self._refuse_missing(name, chunk)
+                if not may_lack_rows:
+                    self._refuse_missing(name, chunk)
                 values = values.fill_null(0)  # they are in rows that the dataset does not select
             self.values.append(values.to_numpy(zero_copy_only=True))
             self.offsets.append(chunk.offsets.to_numpy())
@@ -267,7 +271,8 @@ class TokenReader(RowReader):
     Args:
         dataset: the rows, with the columns `input_ids` and, optionally, `labels` or a mask of the trained tokens. With
             `seq_lengths`, the lengths of the documents in each row, the rows are packs already.
-        column: the column to read in place of `input_ids`. `dataset_checks.py` reads the `attention_mask`.
+        column: the column to read in place of `input_ids`. `dataset_checks.py` reads `attention_mask` and
+            `position_ids`.
 
     Raises:
         ValueError: the dataset is a stream, has a transform, has no `input_ids`, or has both masks and no labels; a
@@ -324,7 +329,11 @@ class TokenReader(RowReader):
         mapping = self._table._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
         names = [name for name in self._table.column_names if name != BAD_ROW_COLUMN]
-        columns = {name: _ListColumn(name, self._table.data.column(name), indices) for name in names}
+        columns = {
+            # A row without positions is one document
+            name: _ListColumn(name, self._table.data.column(name), indices, may_lack_rows=name == "position_ids")
+            for name in names
+        }
         self._tokens = columns[self._table.column_names[0]]
         self._has_labels = "labels" in columns
         # The column from which labels are made: the labels, or a mask. None if all tokens are trained
@@ -507,8 +516,13 @@ class TokenReader(RowReader):
 
     def first_row_with_restart(self) -> int | None:
         """Return the first row with a 0 behind its first value, or None. The column that is read holds positions."""
-        num_zeros = sum(int((values == 0).sum()) for values in self._tokens.values)
-        if num_zeros <= self._tokens.first_rows[-1]:  # at most one in each row of the table, as at its beginning
+        # First look at the whole table, which is fast. The dataset may not select the row that is found there
+        num_restarts = 0
+        for values, offsets in zip(self._tokens.values, self._tokens.offsets, strict=True):
+            is_zero = values == 0
+            first_of_rows = offsets[:-1][np.diff(offsets) > 0]  # an empty row has no first value
+            num_restarts += int(is_zero.sum()) - int(is_zero[first_of_rows].sum())
+        if not num_restarts:
             return None
         rows = enumerate(self._tokens.lengths)
         return next((row for row, length in rows if restarts(self._tokens.read(row, 0, length))), None)
