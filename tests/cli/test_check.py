@@ -178,6 +178,13 @@ def test_model_init_kwargs_of_a_run_are_tested(name, value, words, saved, tmp_pa
     assert printed("check", saved / "llama", "--config", tmp_path / "run.yaml", *words)[name] == value
 
 
+@pytest.mark.parametrize("settings", [{"dtype": "bf16"}, {"model_init_kwargs": {"dtype": "bf16"}}])
+def test_an_unknown_dtype_is_exit_code_2(settings, saved, tmp_path, output_of):
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    out = output_of("check", saved / "llama", "--config", tmp_path / "run.yaml", code=2)
+    assert "`dtype='bf16'` was given. torch has no type of this name" in out
+
+
 @needs("hybrids")
 def test_the_kernels_of_mixers_are_named(saved, output_of):
     out = output_of("check", saved / "lfm2")
