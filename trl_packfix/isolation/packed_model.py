@@ -374,7 +374,8 @@ class PackedModel:
             except KernelError as error:
                 reason = f"where {self.feature.packs_text}, {' '.join(str(error).split())}"
         self.feature_is_proved = reason is None
-        return reason
+        # An error that the model raises may end with a remedy. Whoever gets the reason adds a remedy of its own
+        return reason and reason.removesuffix(f" Set {self.feature.off_text}.").removesuffix(".")
 
     def reason_against_sharing(self) -> str | None:
         """Return why this model takes neither packs on several ranks nor shared prefixes; None if it may take both."""

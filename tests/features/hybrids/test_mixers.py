@@ -18,6 +18,7 @@ from sweep import zoo
 from sweep.double import in_double
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trl_packfix import PackingLeakError
 from trl_packfix.attention import mixer_support
 from trl_packfix.attention.mixer_support import MIXER_FUNCTIONS, mixer_function_places
 from trl_packfix.attention.packed_forward import this_thread
@@ -293,6 +294,17 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         monkeypatch.setattr(PrefixProbe, "examples", one_tree)
         packed.feature = PrefixSharing("pack")
         assert packed.prove_feature(model) is None
+
+
+def test_a_scan_without_states_is_refused_with_one_remedy():
+    model = build_tiny_model("mamba")
+    packed = packed_model(model, feature=PrefixSharing("family"))
+    packed.prove(model)
+    reason = packed.prove_feature(model)
+    assert reason.endswith("Its documents must be whole")
+    with pytest.raises(PackingLeakError) as refused:
+        packed.feature.refuse_model(reason, "repair")
+    assert str(refused.value).count("Set `share_prefixes") == 1
 
 
 def turns_of(num_turns, generator):
