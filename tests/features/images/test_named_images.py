@@ -1,12 +1,13 @@
 """Images that messages name are trained as if they were in a column."""
 
 import base64
+import copy
 import itertools
 import json
 import pathlib
 
 import pytest
-from datasets import Dataset, Features, Image, Json, LargeList, List, Value
+from datasets import Dataset, Features, Image, IterableDataset, Json, LargeList, List, Value
 from support import vision
 from support.chats import answer, user
 from support.models import build_tokenizer
@@ -129,6 +130,15 @@ def test_a_broken_row_is_a_bad_row(name, files, tmp_path):
     trainer = vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400, bad_rows="drop")
     trainer.get_train_dataloader()
     assert trainer.packing_report.ledger.dropped["bad_row"].documents == 1
+
+
+def test_rows_of_a_stream_stay_as_they_are_given(files):
+    table = rows(files, FORMS["path"])
+    table[0]["messages"].append(answer("I see"))
+    given = copy.deepcopy(table)
+    moved = with_named_images(IterableDataset.from_generator(lambda: iter(table)), "train")
+    assert next(iter(moved))["messages"][-1]["content"] == [{"type": "text", "text": "I see"}]
+    assert table == given
 
 
 def test_an_address_without_a_value_names_no_image(files):

@@ -134,12 +134,7 @@ def _move_images(
     def move_image(part: Any) -> Any:
         if not isinstance(part, dict):
             return part
-        # A dictionary of nulls, such as {"url": None}, names no image
-        part = {
-            key: value
-            for key, value in part.items()
-            if value is not None and not (key in KEYS and isinstance(value, dict) and not any(value.values()))
-        }
+        part = {key: value for key, value in part.items() if not _is_null(key, value)}
         key = next((key for key in KEYS if key in part), None)
         if key is None:
             return part
@@ -155,10 +150,21 @@ def _move_images(
     # Write every content as a list of parts. To the first plain text of the user TRL would add a placeholder for each
     # image of the row, beside the placeholders that are there
     if images:
-        for message in (message for messages in changed.values() for message in messages):
-            if isinstance(message, dict) and isinstance(message.get("content"), str):
-                message["content"] = [{"type": "text", "text": message["content"]}]
-    return {**{column: row[column] for column in structs if column in row}, **changed, "images": images}
+        changed = {column: [*map(_with_parts, messages)] for column, messages in changed.items()}
+    without_added_keys = {column: row[column] for column in structs if column in row}
+    return {**without_added_keys, **changed, "images": images}
+
+
+def _is_null(key: str, value: Any) -> bool:
+    """Return whether a value of a part says nothing: None or, for an image, a dictionary such as {"url": None}."""
+    return value is None or (key in KEYS and isinstance(value, dict) and not any(value.values()))
+
+
+def _with_parts(message: Any) -> Any:
+    """Return a message whose content, if it is a text, is a list of one part."""
+    if isinstance(message, dict) and isinstance(message.get("content"), str):
+        return message | {"content": [{"type": "text", "text": message["content"]}]}
+    return message
 
 
 def _to_stored_image(value: Any, where: str) -> Any:
