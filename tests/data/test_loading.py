@@ -11,6 +11,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from support.models import build_tiny_model, select_attention
 from support.paths import ROOT
+from support.runs import interrupt_forward
 from transformers import LlamaConfig
 
 from trl_packfix import PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
@@ -149,12 +150,8 @@ def test_prepare_for_packing_refuses_an_unknown_choice():
 
 
 def test_prepare_for_packing_leaves_nothing_after_an_interruption():
-    def interrupt(*_):
-        handle.remove()
-        raise KeyboardInterrupt
-
     model = build_tiny_model("bloom")
-    handle = model.register_forward_pre_hook(interrupt)
+    interrupt_forward(model)
     with pytest.raises(KeyboardInterrupt):
         prepare_for_packing(model)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

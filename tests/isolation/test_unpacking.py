@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model
-from support.runs import build_trainer, texts
+from support.runs import build_trainer, interrupt_forward, texts
 from sweep.judge import packed
 
 from trl_packfix import check_isolation
@@ -74,11 +74,7 @@ def test_an_interrupted_forward_leaves_nothing_behind_when_the_hooks_are_removed
     model = build_tiny_model(attn_implementation="sdpa").eval()
     unpacked = UnpackedForward(model)
     unpacked.install()
-
-    def interrupt(*call):
-        raise KeyboardInterrupt
-
-    model.model.layers[1].register_forward_pre_hook(interrupt)
+    interrupt_forward(model.model.layers[1])
     with pytest.raises(KeyboardInterrupt):
         model(**pack([3, 2])[1])
     assert [*map(len, (unpacked._running, unpacked._boundaries))] == [1, 1], "no forward was interrupted"

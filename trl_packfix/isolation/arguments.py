@@ -43,6 +43,11 @@ def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return named, tree
 
 
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, also those that are positional."""
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
 def output_leaves(output: object) -> tuple[Leaves, TreeSpec]:
     """Return the leaves of an output, and the tree that rebuilds the output from their values.
 

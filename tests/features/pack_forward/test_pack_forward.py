@@ -17,7 +17,7 @@ from ranks.engines import ENGINES
 from support.launch import Launch
 from support.models import build_tiny_model, build_tokenizer, longrope
 from support.rounding import tolerance
-from support.runs import checkpointing, logged, start_weights
+from support.runs import checkpointing, interrupt_forward, logged, start_weights
 from support.vision import make
 from sweep.double import in_double
 from transformers import BertConfig, BertForSequenceClassification, DynamicCache, Trainer, TrainerCallback
@@ -263,13 +263,9 @@ def test_rows_are_packed_after_a_forward_that_was_interrupted():
     wanted = model(**batch, use_cache=False).logits
     padded = record.tokens.padded
 
-    def interrupt(*call):
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    interrupt_forward(model.model.layers[1])
     with pytest.raises(KeyboardInterrupt):
         model(**batch, use_cache=False)
-    handle.remove()
     assert this_thread.packed_forwards, "no forward was interrupted"
     assert torch.equal(model(**batch, use_cache=False).logits, wanted)
     assert record.tokens.padded == 3 * padded
@@ -590,23 +586,11 @@ def test_a_model_is_packed_once():
     assert "packed with" in record.summary()
 
 
-def interrupt_forward(model, number):
-    """Let Ctrl-C come in the forward of this number, counted from now on."""
-    forwards = iter(range(1, number + 1))
-
-    def hook(*_):
-        if next(forwards) == number:
-            handle.remove()
-            raise KeyboardInterrupt
-
-    handle = model.register_forward_pre_hook(hook)
-
-
 def test_a_proof_that_was_interrupted_leaves_nothing():
     trainer = build_trainer("sft", build_tiny_model("llama"))
     own = trainer.model.config._attn_implementation
     callbacks = [*trainer.callback_handler.callbacks]
-    interrupt_forward(trainer.model, 4)
+    interrupt_forward(trainer.model, number=4)
     with pytest.raises(KeyboardInterrupt):
         pack_forward(trainer)
     assert trainer.model.config._attn_implementation == own
@@ -683,9 +667,12 @@ def test_it_is_said_if_no_row_is_packed():
 def test_rows_with_positions_are_not_said_to_lack_a_mask():
     trainer = build_trainer("trainer", max_steps=2)
     collate = trainer.data_collator
-    trainer.data_collator = lambda rows: (
-        (batch := collate(rows)) | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
-    )
+
+    def with_positions(rows):
+        batch = collate(rows)
+        return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+    trainer.data_collator = with_positions
     pack_forward(trainer)
     with warnings.catch_warnings(record=True) as warnings_caught:
         warnings.simplefilter("always")

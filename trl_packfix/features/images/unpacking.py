@@ -3,7 +3,6 @@
 `isolation/unpacking.py` does the same for text, inside the decoder.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from ...attention.models import base_model
 from ...attention.packed_forward import BOUNDARIES
+from ...isolation.arguments import named_arguments
 from ...isolation.repair import AroundCall, AroundCalls
 from ...isolation.unpacking import NUM_PADDING_TOKENS, join_outputs
 from ...layout import LAYOUT_KEY
@@ -39,7 +39,7 @@ class UnpackedImages(AroundCalls):
         if boundaries is None:
             return
         # Some models pass the tokens by position
-        kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        kwargs = named_arguments(module, args, kwargs)
         # Padding behind the longest row, too, because transformers drops a mask that hides nothing
         row_length = int(kwargs["max_length_q"]) + NUM_PADDING_TOKENS
         # Which tokens of the rows are real, (B, L)

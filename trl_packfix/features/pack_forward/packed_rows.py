@@ -23,7 +23,6 @@ The model has its own attention outside of packs. The attention of packs is set 
 its backward, because a checkpointed layer looks its attention up again when it is recomputed.
 """
 
-import inspect
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from ...attention.models import base_model, below_head, text_config
 from ...attention.packed_forward import CACHE_NAMES
 from ...data.collator import PackedDataCollator
 from ...feature import PLAIN, find_folder
+from ...isolation.arguments import named_arguments
 from ...isolation.isolation_report import PackingLeakError
 from ...isolation.packed_model import OnLeak, PackedModel
 from ...isolation.probe import SMALLEST_ROUNDING, Probe
@@ -284,8 +284,6 @@ class PackedRows(AroundCalls):
     def _share_nothing(self, reason: str) -> None:
         """Pack each row whole from now on, with a warning."""
         self.collate = PackedDataCollator()
-        # The remedy of an error on packs of `SFTConfig` is the one below here
-        reason = reason.removesuffix(f" Set {self.packed_model.feature.off_text}.").removesuffix(".")
         self.sharing_refusal = reason
         warnings.warn(
             f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "
@@ -303,7 +301,7 @@ class PackedRows(AroundCalls):
         """
         # First, decide whether this call is packed, and make the pack. Calls within a packed call get the pack already.
         batch = None
-        inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        inputs = named_arguments(module, args, kwargs)
         # `_running` has an entry for each call under way. Its `around` is None for a call that runs with its own inputs
         is_within_packed_call = any(running.around is not None for running in self._running)
         if self.is_active and not is_within_packed_call and self._is_padded(module, inputs):
