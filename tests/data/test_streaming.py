@@ -90,13 +90,20 @@ def test_workers_share_the_shards_and_duplicate_nothing():
         assert sorted(chain.from_iterable(map(numbers, one_pass(stream)))) == list(range(600))
 
 
+def wait_for_row(row, slow_row):
+    """Take a second for one row, as a function for `map`."""
+    if row["input_ids"] == slow_row:
+        time.sleep(1)
+    return row
+
+
 def test_ranks_that_share_a_stream_read_it_in_one_order_whichever_worker_is_first():
     """A slow worker is another one on each of two ranks."""
     packs = []
     for rank in range(2):
         dataset = Dataset.from_dict({"input_ids": [[10 + i] * 2 for i in range(9)]}).to_iterable_dataset(3)
         slow_row = [[10] * 2, [13] * 2][rank]  # the first row of the shards of one worker
-        dataset = dataset.map(lambda row, slow=slow_row: time.sleep(1 * (row["input_ids"] == slow)) or {})
+        dataset = dataset.map(wait_for_row, fn_kwargs={"slow_row": slow_row})
         options = {"num_workers": 2, "worker_kwargs": {"in_order": False}, "rank": rank, "world_size": 2}
         stream = make_stream(dataset, batch_size=1, max_length=2, buffer_size=2, **options)
         assert stream.ranks_per_share == 2

@@ -107,7 +107,8 @@ def _load_folder(name: str, streaming: bool) -> Any:
         ) from error
 
     def as_given(table: Dataset) -> Dataset | IterableDataset:
-        # Rows of Python objects, whatever `set_format` has set. Without a format the table keeps its fingerprint
+        """Return a table, or a stream of it, whose rows are Python objects, whatever `set_format` has set."""
+        # A table without a format keeps its fingerprint
         rows = table if table.format["type"] is None else table.with_format(None)
         return rows.to_iterable_dataset() if streaming else rows
 

@@ -246,9 +246,8 @@ def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
     if different_columns is not None:
         raise ValueError(
             f"{len(tables)} datasets were given, one with the columns {columns[0]} and another with "
-            f"{different_columns}. To join them, "
-            "all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix prepare`; of "
-            "datasets with images, select the same columns."
+            f"{different_columns}. To join them, all need the same columns. Tokenise all of them in the same way, e.g. "
+            "with `trl-packfix prepare`; of datasets with images, select the same columns."
         )
     return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
 

@@ -19,7 +19,7 @@ Words:
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,9 +179,7 @@ class _ListColumn:
         ValueError: the column does not hold lists of integers, or a row of the dataset holds missing values.
     """
 
-    def __init__(
-        self, name: str, column: pa.ChunkedArray, indices: Int64Array | None, *, may_lack_rows: bool = False
-    ):
+    def __init__(self, name: str, column: pa.ChunkedArray, indices: Int64Array | None, *, may_lack_rows: bool = False):
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not (is_list and any(holds(kind.value_type) for holds in _HOLDS_INTEGERS)):
@@ -484,21 +482,16 @@ class TokenReader(RowReader):
 
     def token_range(self) -> tuple[int, int]:
         """Return the smallest and the largest token id of all rows. Every token is read."""
-        chunks = [values for values in self._tokens.values if len(values)]
-        lowest = min((int(values.min()) for values in chunks), default=0)
-        highest = max((int(values.max()) for values in chunks), default=0)
-        return lowest, highest
+        return _range_of(self._tokens.values)
 
     def label_range(self) -> tuple[int, int]:
         """Return the smallest and the largest label of all rows that is not -100. Every label is read.
 
         (0, 0) is returned if there is none, and if the rows have no labels of their own.
         """
-        columns = [self._label_source] if self._label_source is not None and self._has_labels else []
-        chunks = [values[values != IGNORE_INDEX] for column in columns for values in column.values]
-        lowest = min((int(values.min()) for values in chunks if len(values)), default=0)
-        highest = max((int(values.max()) for values in chunks if len(values)), default=0)
-        return lowest, highest
+        if self._label_source is None or not self._has_labels:
+            return 0, 0
+        return _range_of(values[values != IGNORE_INDEX] for values in self._label_source.values)
 
     def first_row_outside(self, low: int, high: int, *, of_labels: bool = False) -> int | None:
         """Return the first row with a token id, or a label, outside [low, high), or None if there is no such row.
@@ -526,6 +519,12 @@ class TokenReader(RowReader):
             return None
         rows = enumerate(self._tokens.lengths)
         return next((row for row, length in rows if restarts(self._tokens.read(row, 0, length))), None)
+
+
+def _range_of(chunks: Iterable[np.ndarray]) -> tuple[int, int]:
+    """Return the smallest and the largest value of all chunks, or (0, 0) if there is none."""
+    ranges = [(int(values.min()), int(values.max())) for values in chunks if len(values)]
+    return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
 def _count_marked(marks: BoolArray, first: Int64Array, stop: Int64Array) -> npt.NDArray[Any]:

@@ -116,7 +116,7 @@ def _unpacked_text(report: PackingNumbers) -> str:
     """
     if STRATEGIES[report.strategy].keeps_unpacked_steps:  # a packed step has the documents of an unpacked step
         exceptions = [] if report.unpacked_loss == 1 else ["the loss"]
-        # TRL's `dataloader_drop_last` leaves out an incomplete micro-batch, and this one the whole incomplete step
+        # `dataloader_drop_last` leaves out the whole incomplete step here, and in TRL only an incomplete micro-batch
         if report.documents_not_reached >= report.batch_size * report.world_size:
             exceptions.append("the incomplete last one of an epoch, of which TRL trains whole micro-batches")
         but_for = f" but for {' and '.join(exceptions)}" if exceptions else ""
