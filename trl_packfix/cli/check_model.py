@@ -159,12 +159,12 @@ def check_model(name: str, configs: RunConfigs, *, config_only: bool) -> CheckRe
     dtype = init_kwargs.get("dtype", configs.model.dtype if "dtype" in configs.names_set else None)
     if dtype is None or dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    torch_dtype = getattr(torch, str(dtype), None)
-    if not isinstance(torch_dtype, torch.dtype):
+    if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise ValueError(
             f"`dtype={dtype!r}` was given. torch has no type of this name, so no model can be tested in it. Set "
             '`dtype` to "bfloat16", "float16" or "float32", also in `model_init_kwargs`.'
         )
+    torch_dtype = getattr(torch, dtype)
     attn_implementation = init_kwargs.get("attn_implementation", configs.model.attn_implementation)
     shares_packs = training.tokens_per_rank is not None
     # Without `trust_remote_code` transformers may ask a question on the terminal.
