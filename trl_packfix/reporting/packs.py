@@ -123,7 +123,7 @@ class ShownPack:
     degree: int  # the number of ranks that share the pack
     # 0, and for each run the number of tokens, shared ones included, up to its end: where the keys end. A run is the
     # rows that a document does not share with the one before it; a document without such rows has no run, and no entry.
-    # It is [] if documents share no token rows
+    # The list is empty if documents share no token rows
     cu_seq_lens_k: list[int]
 
     def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

@@ -51,9 +51,9 @@ All trained tokens of a piece are in one optimizer step.
 """
 
 FAMILY_ROOM_FACTOR = 8
-"""A piece gets the room of the smallest group of ranks that holds its first document so many times.
+"""A group of ranks is large enough for a piece if it could hold the first document of the piece this many times.
 
-`room_of_families` computes the room.
+`room_of_families` gives a piece the room of the smallest such group.
 
 With 4, or without a limit, an epoch takes up to 10 % longer.
 """
