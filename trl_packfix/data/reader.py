@@ -31,8 +31,7 @@ from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArray, Int64Array, restarts
-from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
-from ..samples.turns import reads_completion_mask
+from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask, reads_completion_mask
 from ..wording import count_of
 
 if TYPE_CHECKING:

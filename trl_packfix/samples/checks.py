@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from . import texts
 from .conversation import Tokenizer
-from .row import MAX_ROWS_NAMED
-from .turns import TurnSettings, reads_completion_mask, trains_only_completions
+from .row import MAX_ROWS_NAMED, reads_completion_mask
+from .turns import TurnSettings, trains_only_completions
 
 logger = logging.getLogger(__name__)
 

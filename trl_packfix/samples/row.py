@@ -9,7 +9,7 @@ hashes at the end of the module decide when `datasets` may reuse samples from it
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -33,6 +33,14 @@ ROW_COLUMN = "packfix_row"
 TURN_COLUMN = "packfix_turn"
 BOOKKEEPING_COLUMNS = [ROW_COLUMN, TURN_COLUMN, "packfix_turns", "packfix_context", "packfix_earlier"]
 MAX_ROWS_NAMED = 10  # a message, or a finding of the report on the data, names at most this many rows
+
+
+def reads_completion_mask(completion_only_loss: bool | None, columns: Collection[str]) -> bool:
+    """Return whether TRL reads the column `completion_mask` of rows that are tokenised and have no `labels`.
+
+    It does if `completion_only_loss` is True or, if that is None, in rows with a `prompt` and a `completion`.
+    """
+    return {"prompt", "completion"} <= {*columns} if completion_only_loss is None else completion_only_loss
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ renders a turn differently once messages follow, for example without its thinkin
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -64,14 +64,6 @@ def trains_only_completions(args: TurnSettings) -> bool:
     all rows by the first row.
     """
     return args.completion_only_loss is not False
-
-
-def reads_completion_mask(completion_only_loss: bool | None, columns: Collection[str]) -> bool:
-    """Return whether TRL reads the column `completion_mask` of rows that are tokenised and have no `labels`.
-
-    It does if `completion_only_loss` is True or, if that is None, in rows with a `prompt` and a `completion`.
-    """
-    return {"prompt", "completion"} <= {*columns} if completion_only_loss is None else completion_only_loss
 
 
 class TurnSelection(NamedTuple):
