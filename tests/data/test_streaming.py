@@ -22,6 +22,7 @@ from support.runs import all_documents, build_trainer, documents_of, run_trainin
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
+from trl_packfix.data.dataset_checks import check_boundaries
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.stream_reader import CHUNK, StreamRows, read_whole
@@ -516,6 +517,22 @@ def test_a_chunk_of_an_evaluation_stream_may_have_values_of_another_type():
     table = read_whole(IterableDataset.from_generator(lambda: iter(rows)), "weight", None)
     assert table["weight"][:] == weights
     assert table["input_ids"][:] == [[5, 6]] * (CHUNK + 1)
+
+
+def test_an_evaluation_stream_that_was_packed_elsewhere_is_refused(tmp_path):
+    rows = {"input_ids": [[5, 6, 7], [8, 9, 5]], "position_ids": [[0, 1, 2], [0, 0, 1]]}
+    stream = Dataset.from_dict(rows).to_iterable_dataset()
+    trainer = build_trainer(tmp_path, texts(), eval_dataset=stream, eval_packing=True)
+    with pytest.raises(ValueError, match="Row 1 of the evaluation dataset has `position_ids` that begin again"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("positions", [[[0, 1], None], [[[0, 0], [0, 0]], [[0, 0], [0, 0]]], [None, None]])
+def test_other_positions_of_an_evaluation_stream_are_read_or_left(positions):
+    rows = [{"input_ids": [5, 6], "position_ids": row} for row in positions]
+    table = read_whole(IterableDataset.from_generator(lambda: iter(rows)))
+    check_boundaries(table, "evaluation")
+    assert table["input_ids"][:] == [[5, 6]] * 2
 
 
 def test_an_empty_evaluation_stream_is_refused(tmp_path):

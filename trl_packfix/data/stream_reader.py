@@ -334,7 +334,12 @@ def read_whole(dataset: IterableDataset, *further_columns: str | None) -> Datase
     Raises:
         ValueError: the stream has no rows.
     """
-    tables = [as_table(batch, *further_columns).data.table for batch in dataset.iter(batch_size=CHUNK)]
+    tables = []
+    for batch in dataset.iter(batch_size=CHUNK):
+        # Positions are only checked (`check_boundaries`), and those in several dimensions are not
+        has_positions = max(map(np.ndim, batch.get("position_ids", [None]))) == 1
+        columns = (*further_columns, "position_ids") if has_positions else further_columns
+        tables.append(as_table(batch, *columns).data.table)
     if not tables:
         refuse_empty()
     # The type of a column is found for each chunk: weights may be whole numbers in one chunk, and floats in another
